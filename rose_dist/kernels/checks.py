@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from rose_dist.kernels.errors import KernelArgumentError
+from rose_dist.kernels.formats import BlockFormat, Scale, ScaleLayout
 
 
 
@@ -58,3 +59,31 @@ def multiple(name: str, value: int, of: int, why: str) -> None:
     """`value` is a positive multiple of `of`."""
     if value <= 0 or value % of:
         raise fail(name, f"is {value}; must be a positive multiple of {of} ({why})")
+
+
+def global_scale(format: BlockFormat, tensor: torch.Tensor | None, device: torch.device) -> None:
+    """NVFP4 comes with an fp32 tensor scale of one element, other formats without."""
+    if (format.scale is Scale.E4M3) != (tensor is not None):
+        needs = "needs one: fp32 [1], 448 · 6 / max|x|" if tensor is None else "takes none; leave it out"
+        raise fail("global_scale", f"format {format} {needs}")
+    if tensor is not None:
+        shape("global_scale", tensor, 1)
+        dtype("global_scale", tensor, torch.float32)
+        same_device("global_scale", tensor, device)
+
+
+def live_rows(tensor: torch.Tensor | None, device: torch.device) -> None:
+    """None or int32 [1]."""
+    if tensor is not None:
+        shape("live_rows", tensor, 1)
+        dtype("live_rows", tensor, torch.int32)
+        same_device("live_rows", tensor, device)
+
+
+def scales(tensor: torch.Tensor, format: BlockFormat, layout: ScaleLayout, rows: int, columns: int) -> None:
+    """The shape, strides and dtype that `ScaleLayout.empty` gives."""
+    wanted = layout.empty(format, rows, columns, torch.device("meta"))
+    dtype("scales", tensor, wanted.dtype)
+    shape("scales", tensor, *wanted.shape)
+    if tensor.numel() and tensor.stride() != wanted.stride():
+        raise fail("scales", f"strides are {tensor.stride()}; layout {layout} has {wanted.stride()}")

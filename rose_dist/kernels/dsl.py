@@ -29,7 +29,7 @@ class _StandIn:
 if INSTALLED:
     import cutlass
     from cuda.bindings.driver import CUstream as Stream
-    from cutlass import BFloat16, Float16, Float32, Int16, Int32, Int64, Uint8, Uint16, Uint32, Uint64, cute
+    from cutlass import BFloat16, Boolean, Float16, Float32, Int16, Int32, Int64, Uint8, Uint16, Uint32, Uint64, cute
     from cutlass._mlir import ir
     from cutlass._mlir.dialects import llvm
     from cutlass.cutlass_dsl import T, dsl_user_op
@@ -46,7 +46,7 @@ if INSTALLED:
     """The CuTeDSL type of a torch dtype that kernels load or store as is."""
 else:
     cutlass = cute = ir = llvm = T = dsl_user_op = const_expr = range_constexpr = _StandIn()
-    Stream = BFloat16 = Float16 = Float32 = Int16 = Int32 = Int64 = Uint8 = Uint16 = Uint32 = Uint64 = object
+    Boolean = Stream = BFloat16 = Float16 = Float32 = Int16 = Int32 = Int64 = Uint8 = Uint16 = Uint32 = Uint64 = object
     TYPES = {}
 
 
@@ -59,6 +59,6 @@ def require() -> None:
 
 
 __all__ = [
-    "INSTALLED", "TYPES", "BFloat16", "Float16", "Float32", "Int16", "Int32", "Int64", "Stream", "T", "Uint8", "Uint16",
+    "INSTALLED", "TYPES", "BFloat16", "Boolean", "Float16", "Float32", "Int16", "Int32", "Int64", "Stream", "T", "Uint8", "Uint16",
     "Uint32", "Uint64", "const_expr", "cute", "cutlass", "dsl_user_op", "ir", "llvm", "range_constexpr", "require",
 ]  # fmt: skip

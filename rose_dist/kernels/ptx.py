@@ -194,10 +194,9 @@ def cluster_add_shared(address: Any, block: Any, value: Any, *, loc: Any = None,
 
 
 @dsl_user_op
-def divide(a: Any, b: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """a / b in fp32, rounded to nearest even as IEEE 754 has it."""
-    text = "div.rn.f32 $0, $1, $2;"
-    return Float32(_asm(text, "=f,f,f", T.f32(), Float32(a), Float32(b), volatile=False, loc=loc, ip=ip))
+def reciprocal(a: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """1 / a in fp32, rounded to nearest even as IEEE 754 has it."""
+    return Float32(_asm("rcp.rn.f32 $0, $1;", "=f,f", T.f32(), Float32(a), volatile=False, loc=loc, ip=ip))
 
 
 @dsl_user_op

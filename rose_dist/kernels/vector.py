@@ -11,7 +11,8 @@ from typing import Any
 
 from rose_dist.kernels import ptx
 from rose_dist.kernels.arch import Arch
-from rose_dist.kernels.dsl import Float32, Uint32, cute
+from rose_dist.kernels.dsl import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute, cutlass
+from rose_dist.kernels.variants import RowTiling
 
 
 def widest(arch: Arch, row_bytes: int, *addresses: int) -> int:
@@ -27,6 +28,63 @@ def load(address: Any, dtype: Any, count: int, vector_bytes: int) -> Any:
 def store(address: Any, values: Any, dtype: Any, count: int, vector_bytes: int) -> None:
     """Store a register vector of `count` values, converted to `dtype`."""
     _tensor(address, dtype, count, vector_bytes).store(values.to(dtype))
+
+
+@cute.jit
+def store_if(
+    valid: Boolean, address: Int64, values: cute.TensorSSA, dtype: cutlass.Constexpr, count: cutlass.Constexpr,
+    vector_bytes: cutlass.Constexpr,
+) -> None:  # fmt: skip
+    """`store` where `valid`."""
+    if valid:
+        store(address, values, dtype, count, vector_bytes)
+
+
+@cute.jit
+def store_scalars_if(
+    valid: Boolean, address: Int64, values: list, dtype: cutlass.Constexpr, vector_bytes: cutlass.Constexpr
+) -> None:
+    """Store fp32 scalars side by side, converted to `dtype`, where `valid`."""
+    if valid:
+        store_words(address, [dtype(value) for value in values], dtype, vector_bytes)
+
+
+@cute.jit
+def live_rows(address: Int64, rows: Int32) -> Int32:
+    """The i32 at `address`, at most `rows`; `rows` itself if the address is 0."""
+    live = rows
+    if address != 0:
+        live = min_of(scalar(address, Int32)[0], rows)
+    return live
+
+
+@cute.jit
+def row_sum(value: Float32, threads: cutlass.Constexpr, rows: cutlass.Constexpr) -> Float32:
+    """Sum over each of `rows` groups of `threads` consecutive threads of the block, the same in all of a group.
+
+    `threads` is a power of two ≤ 32 or a multiple of 32. All threads of the block must arrive.
+    """
+    value = group_sum(value, const_min(threads, 32))
+    if const_expr(threads > 32):
+        warps = threads // 32
+        partial = cute.make_tensor(
+            cute.arch.alloc_smem(Float32, warps * rows, alignment=16), cute.make_layout(warps * rows)
+        )
+        thread = cute.arch.thread_idx()[0]
+        if thread % 32 == 0:
+            partial[thread // 32] = value
+        cute.arch.sync_threads()
+        lane = thread % 32
+        value = Float32(0.0)
+        if lane < warps:
+            value = partial[thread // threads * warps + lane]
+        value = group_sum(value, 32)
+    return value
+
+
+def const_min(a: int, b: int) -> int:
+    """min of two compile-time integers, out of the tracer's sight."""
+    return min(a, b)
 
 
 def store_words(address: Any, words: list[Any], dtype: Any, vector_bytes: int) -> None:
@@ -55,7 +113,32 @@ def group_max(value: Any, lanes: int) -> Any:
 
 def max_u32(a: Any, b: Any) -> Any:
     """The larger of two u32."""
-    return Uint32(cute.arch.inline_ptx("max.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b]))
+    return cutlass.cutlass_dsl.max(a, b)
+
+
+def min_of(a: Any, b: Any) -> Any:
+    """The smaller of two integers of one type."""
+    return cutlass.cutlass_dsl.min(a, b)
+
+
+def select(condition: Any, a: Any, b: Any) -> Any:
+    """`a` where the condition holds, else `b`; no branch."""
+    if isinstance(condition, bool):
+        return a if condition else b
+    return cutlass.cutlass_dsl.select_(condition, a, b)
+
+
+def in_row(tiling: RowTiling, lane: Any, step: int) -> Any:
+    """Whether a lane's vector number `step` lies in its row; True where that is known at compile time."""
+    whole = (step + 1) * tiling.threads_per_row <= tiling.row_vectors
+    return whole or lane + step * tiling.threads_per_row < tiling.row_vectors
+
+
+def place(tiling: RowTiling, lane: Any, step: int) -> Any:
+    """A lane's vector number `step`, counted in the row; the row's last one in place of any beyond it."""
+    index = lane + step * tiling.threads_per_row
+    whole = (step + 1) * tiling.threads_per_row <= tiling.row_vectors
+    return index if whole else min_of(index, Int32(tiling.row_vectors - 1))
 
 
 def square_sum(values: Any) -> Any:

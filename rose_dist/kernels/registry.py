@@ -1,0 +1,61 @@
+"""Every kernel with the constants that the supported models give it: what `rose kernels` and CI compile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from rose_dist.kernels.arch import Arch
+from rose_dist.kernels.block_scale import BlockOutput
+from rose_dist.kernels.formats import FORMATS, FP8, MXFP8, BlockFormat, Scale, ScaleLayout
+from rose_dist.kernels.jit import Kernel
+from rose_dist.kernels.quantize import Dequantize, Quantize, decoded_count
+from rose_dist.kernels.rms_norm import RMSNorm
+from rose_dist.kernels.variants import ROW_SHAPES, tile
+
+HIDDEN = (2880, 4096, 7168)
+"""GPT-OSS, Qwen3-MoE 235B, DeepSeek-V3."""
+
+
+def kernels(arch: Arch) -> Iterator[Kernel]:
+    """All kernels of the registry for one arch."""
+    yield from _norms(arch)
+    yield from _quantizers(arch)
+
+
+def scale_layouts(format: BlockFormat, arch: Arch) -> list[ScaleLayout]:
+    """The layouts that GEMM libraries read on this arch, the plain one first."""
+    if format.scale is Scale.FP32:
+        return [ScaleLayout.ROWS, ScaleLayout.COLUMNS]
+    if not arch.blackwell:
+        return [ScaleLayout.ROWS]
+    return [ScaleLayout.ROWS, ScaleLayout.PACKED_COLUMNS if format.block == FP8.block else ScaleLayout.TILES]
+
+
+def _norms(arch: Arch) -> Iterator[Kernel]:
+    dtype, width = torch.bfloat16, arch.vector_bytes
+    count = width // dtype.itemsize
+    for hidden in (64, 128, *HIDDEN, 16384):
+        for shape in ROW_SHAPES.variants:
+            for residual in (False, True):
+                yield RMSNorm(arch, dtype, dtype, tile(hidden // count, shape), width, 0.0, residual, None)
+    for hidden in HIDDEN:
+        for format in (FP8, MXFP8):
+            for shape in ROW_SHAPES.variants:
+                output = BlockOutput(format, scale_layouts(format, arch)[-1], hidden)
+                tiling = tile(hidden // count, shape, group=output.lanes(count))
+                yield RMSNorm(arch, dtype, dtype, tiling, width, 0.0, True, output)
+
+
+def _quantizers(arch: Arch) -> Iterator[Kernel]:
+    dtype, width = torch.bfloat16, arch.vector_bytes
+    count = width // dtype.itemsize
+    for format in FORMATS.values():
+        for layout in scale_layouts(format, arch):
+            for columns in (2880, 7168):
+                output = BlockOutput(format, layout, columns)
+                for shape in ROW_SHAPES.variants:
+                    tiling = tile(columns // count, shape, group=output.lanes(count))
+                    yield Quantize(arch, dtype, tiling, width, output)
+                    yield Dequantize(arch, dtype, tile(columns // decoded_count(arch, dtype), shape), width, output)
