@@ -87,3 +87,11 @@ def scales(tensor: torch.Tensor, format: BlockFormat, layout: ScaleLayout, rows:
     shape("scales", tensor, *wanted.shape)
     if tensor.numel() and tensor.stride() != wanted.stride():
         raise fail("scales", f"strides are {tensor.stride()}; layout {layout} has {wanted.stride()}")
+
+
+def indices(name: str, tensor: torch.Tensor, count: int, device: torch.device) -> None:
+    """int64 [count], contiguous."""
+    shape(name, tensor, count)
+    dtype(name, tensor, torch.int64)
+    same_device(name, tensor, device)
+    dense(name, tensor, 8)

@@ -225,7 +225,7 @@ def _quantizer(
     arch: Arch, dtype: torch.dtype, shape: RowShape, vector_bytes: int, output: BlockOutput
 ) -> jit.Launcher:
     count = vector_bytes // dtype.itemsize
-    tiling = tile(output.columns // count, shape, group=output.lanes(count))
+    tiling = tile(output.columns // count, vector_bytes, shape, group=output.lanes(count))
     return jit.load(Quantize(arch, dtype, tiling, vector_bytes, output))
 
 
@@ -233,8 +233,8 @@ def _quantizer(
 def _dequantizer(
     arch: Arch, dtype: torch.dtype, shape: RowShape, vector_bytes: int, source: BlockOutput
 ) -> jit.Launcher:
-    kernel = Dequantize(arch, dtype, tile(source.columns // decoded_count(arch, dtype), shape), vector_bytes, source)
-    return jit.load(kernel)
+    tiling = tile(source.columns // decoded_count(arch, dtype), vector_bytes, shape)
+    return jit.load(Dequantize(arch, dtype, tiling, vector_bytes, source))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.block_scale import BlockOutput
 from rose_dist.kernels.formats import FORMATS, FP8, MXFP8, BlockFormat, Scale, ScaleLayout
 from rose_dist.kernels.jit import Kernel
+from rose_dist.kernels.qk_norm import QKNormRope, Rotary
 from rose_dist.kernels.quantize import Dequantize, Quantize, decoded_count
 from rose_dist.kernels.rms_norm import RMSNorm
 from rose_dist.kernels.variants import ROW_SHAPES, tile
@@ -17,10 +18,14 @@ from rose_dist.kernels.variants import ROW_SHAPES, tile
 HIDDEN = (2880, 4096, 7168)
 """GPT-OSS, Qwen3-MoE 235B, DeepSeek-V3."""
 
+QK_HEADS = ((64, 8, 64), (64, 4, 128), (16, 8, 256))
+"""Query heads, key heads, head_dim: GPT-OSS, Qwen3-MoE 235B, Gemma-like."""
+
 
 def kernels(arch: Arch) -> Iterator[Kernel]:
     """All kernels of the registry for one arch."""
     yield from _norms(arch)
+    yield from _qk_norms(arch)
     yield from _quantizers(arch)
 
 
@@ -39,13 +44,24 @@ def _norms(arch: Arch) -> Iterator[Kernel]:
     for hidden in (64, 128, *HIDDEN, 16384):
         for shape in ROW_SHAPES.variants:
             for residual in (False, True):
-                yield RMSNorm(arch, dtype, dtype, tile(hidden // count, shape), width, 0.0, residual, None)
+                yield RMSNorm(arch, dtype, dtype, tile(hidden // count, width, shape), width, 0.0, residual, None)
     for hidden in HIDDEN:
         for format in (FP8, MXFP8):
             for shape in ROW_SHAPES.variants:
                 output = BlockOutput(format, scale_layouts(format, arch)[-1], hidden)
-                tiling = tile(hidden // count, shape, group=output.lanes(count))
+                tiling = tile(hidden // count, width, shape, group=output.lanes(count))
                 yield RMSNorm(arch, dtype, dtype, tiling, width, 0.0, True, output)
+
+
+def _qk_norms(arch: Arch) -> Iterator[Kernel]:
+    dtype, fp32, width = torch.bfloat16, torch.float32, arch.vector_bytes
+    for query_heads, key_heads, head_dim in QK_HEADS:
+        heads = (query_heads, key_heads, head_dim)
+        yield QKNormRope(arch, dtype, fp32, *heads, width, True, Rotary.NONE, False)
+        for rotary in (Rotary.NEOX, Rotary.INTERLEAVED):
+            yield QKNormRope(arch, dtype, dtype, *heads, width, False, rotary, False)
+            for norm in (False, True):
+                yield QKNormRope(arch, dtype, fp32, *heads, width, norm, rotary, True)
 
 
 def _quantizers(arch: Arch) -> Iterator[Kernel]:
@@ -56,6 +72,6 @@ def _quantizers(arch: Arch) -> Iterator[Kernel]:
             for columns in (2880, 7168):
                 output = BlockOutput(format, layout, columns)
                 for shape in ROW_SHAPES.variants:
-                    tiling = tile(columns // count, shape, group=output.lanes(count))
+                    tiling = tile(columns // count, width, shape, group=output.lanes(count))
                     yield Quantize(arch, dtype, tiling, width, output)
-                    yield Dequantize(arch, dtype, tile(columns // decoded_count(arch, dtype), shape), width, output)
+                    yield Dequantize(arch, dtype, tile(columns // decoded_count(arch, dtype), width, shape), width, output)

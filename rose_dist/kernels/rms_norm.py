@@ -161,7 +161,7 @@ def _launcher(
 ) -> jit.Launcher:  # fmt: skip
     count = vector_bytes // dtype.itemsize
     group = 1 if quantized is None else quantized.lanes(count)
-    tiling = tile(hidden // count, shape, group=group)
+    tiling = tile(hidden // count, vector_bytes, shape, group=group)
     return jit.load(RMSNorm(arch, dtype, weight_dtype, tiling, vector_bytes, weight_bias, residual, quantized))
 
 

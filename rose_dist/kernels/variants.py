@@ -1,6 +1,6 @@
 """Which shape of a kernel serves which amount of work: pure data and arithmetic, no GPU needed.
 
-A row kernel gives each row to `threads_per_row` threads that take `vectors` vectors each. With few rows the GPU is
+A row kernel gives each row to `threads_per_row` threads that take some vectors each. With few rows the GPU is
 mostly empty and one launch is latency, so a row is spread as widely as it goes. With many rows bandwidth counts: a
 thread issues several loads before it uses the first, and blocks are small so that their stages interleave.
 """
@@ -37,8 +37,8 @@ class Ranges(Generic[V]):
 class RowShape:
     """How rows are spread, before the row's length is known."""
 
-    vectors: int
-    """Vectors a thread should take."""
+    bytes: int
+    """Bytes a thread should have in flight; at least one vector."""
     threads: int
     """Threads a block should have; a long row takes more."""
 
@@ -68,7 +68,7 @@ class RowTiling:
 ROW_SHAPES = Ranges(
     # Rows for every SM. Up to 8 the launch is latency; from there on it streams.
     (0, 1, 8),
-    (RowShape(vectors=1, threads=32), RowShape(vectors=1, threads=128), RowShape(vectors=4, threads=128)),
+    (RowShape(bytes=16, threads=32), RowShape(bytes=16, threads=128), RowShape(bytes=64, threads=128)),
 )
 
 
@@ -76,12 +76,13 @@ MIN_LANES = 8
 """Lanes that at least share a row, as far as it goes: 128 contiguous bytes or more for every load."""
 
 
-def tile(row_vectors: int, shape: RowShape, *, group: int = 1) -> RowTiling:
-    """`shape` applied to rows of `row_vectors` vectors.
+def tile(row_vectors: int, vector_bytes: int, shape: RowShape, *, group: int = 1) -> RowTiling:
+    """`shape` applied to rows of `row_vectors` vectors of `vector_bytes`.
 
     `group`: consecutive vectors that share a result (a quantisation block) and must lie in one warp.
     """
-    wanted = max(-(-row_vectors // shape.vectors), min(row_vectors, MIN_LANES), group)
+    vectors = max(shape.bytes // vector_bytes, 1)
+    wanted = max(-(-row_vectors // vectors), min(row_vectors, MIN_LANES), group)
     if wanted <= WARP:
         threads_per_row = 1 << (wanted - 1).bit_length()
     else:
