@@ -190,6 +190,13 @@ def cluster_add_shared(address: Any, block: Any, value: Any, *, loc: Any = None,
     _asm(text, "r,r,r", None, Uint32(address), Uint32(block), Uint32(value), loc=loc, ip=ip)
 
 
+@dsl_user_op
+def add_shared(address: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """u32 add at a shared address (u32) of this block."""
+    text = "red.relaxed.cta.shared::cta.add.u32 [$0], $1;"
+    _asm(text, "r,r", None, Uint32(address), Uint32(value), loc=loc, ip=ip)
+
+
 # --- Arithmetic and conversions ---------------------------------------------------------------------------------------
 
 

@@ -88,3 +88,26 @@ def tile(row_vectors: int, vector_bytes: int, shape: RowShape, *, group: int = 1
     else:
         threads_per_row = min(-(-wanted // WARP) * WARP, MAX_THREADS)
     return RowTiling(row_vectors, threads_per_row, max(1, shape.threads // threads_per_row))
+
+
+@dataclass(frozen=True)
+class RouterShape:
+    """How tokens are spread over warps."""
+
+    warps: int
+    """Warps a block."""
+    cluster: int
+    """Blocks of the one cluster that counts in shared memory; 0: a plain grid."""
+
+
+ROUTERS = Ranges((0, 65), (RouterShape(warps=1, cluster=0), RouterShape(warps=4, cluster=0)))
+"""By tokens, without counts."""
+COUNTING_ROUTERS = Ranges(
+    (0, 9, 513), (RouterShape(warps=8, cluster=1), RouterShape(warps=16, cluster=8), RouterShape(warps=8, cluster=0))
+)
+"""By tokens, with counts: one block, one cluster, or two launches."""
+
+
+def router_shape(tokens: int, counts: bool) -> RouterShape:
+    """The shape for so many tokens."""
+    return (COUNTING_ROUTERS if counts else ROUTERS).select(tokens)

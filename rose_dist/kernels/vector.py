@@ -116,6 +116,11 @@ def max_u32(a: Any, b: Any) -> Any:
     return cutlass.cutlass_dsl.max(a, b)
 
 
+def max_of(a: Any, b: Any) -> Any:
+    """The larger of two integers of one type."""
+    return cutlass.cutlass_dsl.max(a, b)
+
+
 def min_of(a: Any, b: Any) -> Any:
     """The smaller of two integers of one type."""
     return cutlass.cutlass_dsl.min(a, b)
@@ -126,6 +131,13 @@ def select(condition: Any, a: Any, b: Any) -> Any:
     if isinstance(condition, bool):
         return a if condition else b
     return cutlass.cutlass_dsl.select_(condition, a, b)
+
+
+def row_of_thread(tiling: RowTiling) -> tuple[Any, Any, Any]:
+    """This thread's lane in its row, the block's first row, and the thread's row, possibly beyond the last."""
+    thread = cute.arch.thread_idx()[0]
+    first_row = cute.arch.block_idx()[0] * tiling.rows_per_block
+    return thread % tiling.threads_per_row, first_row, first_row + thread // tiling.threads_per_row
 
 
 def in_row(tiling: RowTiling, lane: Any, step: int) -> Any:
