@@ -35,8 +35,12 @@ ROUTES = (
 """Experts, k, rule, groups: GPT-OSS 20b and 120b, Qwen3-MoE, DeepSeek-V3, and the largest that is promised."""
 
 
-def kernels(arch: Arch) -> Iterator[Kernel]:
-    """All kernels of the registry for one arch."""
+def kernels(arch: Arch) -> list[Kernel]:
+    """All kernels of the registry for one arch, each once."""
+    return list(dict.fromkeys(_all(arch)))
+
+
+def _all(arch: Arch) -> Iterator[Kernel]:
     yield from _norms(arch)
     yield from _qk_norms(arch)
     yield from _activations(arch)
