@@ -153,7 +153,7 @@ class AddressMap:
     def find_multicast(self, address: int, size: int) -> tuple[Multicast, int]:
         for multicast in self.multicasts:
             offset = address - multicast.base
-            if 0 <= offset and offset + size <= multicast.size:
+            if offset >= 0 and offset + size <= multicast.size:
                 return multicast, offset
         raise OutOfBounds(f"{size} bytes at 0x{address:x} lie in no multicast object")
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import re
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass.cute as cute
 import torch
+from cutlass import cute
 from cutlass._mlir.execution_engine import ExecutionEngine
 
 from tests.ptx.errors import PtxError
@@ -150,5 +151,6 @@ def as_cute_tensor(tensor: torch.Tensor) -> Any:
 
 
 def compile_kernel(function: Any, *arguments: Any, arch: str = "sm_90a") -> Compiled:
-    """Compiles a @cute.jit function with (fake) arguments for `arch`."""
-    return Compiled(cute.compile(function, *arguments, options=f"--gpu-arch {arch} --keep-ptx"))
+    """Compiles a @cute.jit function with (fake) arguments for `arch`: "sm_90a" or "sm_100a"."""
+    with tempfile.TemporaryDirectory(prefix="ptx-") as folder:
+        return Compiled(cute.compile(function, *arguments, options=f"--gpu-arch {arch} --keep-ptx --dump-dir {folder}"))
