@@ -21,6 +21,7 @@ class Sampled:
     logprobs: TokenLogprobs | None = None
 
 
+@torch.inference_mode()
 def sample(logits: Tensor, requests: list[Request]) -> list[Sampled]:
     """Draw the next token of each request.
 
