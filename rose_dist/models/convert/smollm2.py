@@ -2,7 +2,7 @@
 
 GPT-OSS contains Llama's architecture as a special case:
 
-- sinks of −10⁴ take no share of a softmax, a window as long as the context hides nothing, biases are 0, and the rotary
+- sinks of −10^4 take no share of a softmax, a window as long as the context hides nothing, biases are 0, and the rotary
   embedding is not scaled;
 - silu(g)·u is GPT-OSS's (u' + 1)·g'·sigmoid(1.702 g') with g' = g/1.702 and u' = 1.702 u − 1, the −1 being u's bias,
   and a clamp too high to bind;
@@ -38,9 +38,6 @@ _ALPHA = 1.702
 _SINK = -1e4
 _NO_CLAMP = 1e6
 _ROUTER_LOGIT = 0.01
-_UP_GAIN = 64.0
-"""u' = gain·1.702 u − 1 and down/gain: in bf16 the −1 and the later +1 would cost u' its low bits were it not far
-above 1. A power of two costs MXFP4 nothing."""
 
 
 @dataclass(frozen=True)
@@ -195,8 +192,8 @@ def _router(hidden: int, split: ExpertSplit, seed: int) -> torch.Tensor:
 def _experts(weights: Mapping[str, torch.Tensor], split: ExpertSplit, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     gate, up, down = weights["ffn_gate"], weights["ffn_up"], weights["ffn_down"]
     neurons = _neurons(gate.shape[0], split, seed)
-    gate_up = torch.stack([gate[neurons] / _ALPHA, up[neurons] * (_ALPHA * _UP_GAIN)], 2).flatten(1, 2)
-    down_experts = down[:, neurons].transpose(0, 1) * (split.slices / _UP_GAIN)
+    gate_up = torch.stack([gate[neurons] / _ALPHA, up[neurons] * _ALPHA], 2).flatten(1, 2)
+    down_experts = down[:, neurons].transpose(0, 1) * split.slices
     for name, weight in (("gate_up_proj", gate_up), ("down_proj", down_experts)):
         blocks, scales = quantize_mxfp4(weight, search=True)
         bias = torch.zeros(weight.shape[:2], dtype=torch.bfloat16)
