@@ -1,0 +1,142 @@
+"""GPT-OSS. Modules are named as in the checkpoint (Hugging Face layout)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rose_dist.comm.all_to_all.create import create as create_all_to_all
+from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig
+from rose_dist.comm.group import Group
+from rose_dist.comm.layout import LayoutError
+from rose_dist.comm.world import Groups
+from rose_dist.layers.attention import Attention, HeadShare
+from rose_dist.layers.embedding import OutputHead, VocabParallelEmbedding
+from rose_dist.layers.forward_batch import ForwardBatch, KVGroup
+from rose_dist.layers.moe import Experts, ExpertShare, MoE
+from rose_dist.layers.norm import RMSNorm
+from rose_dist.models.gpt_oss_config import GptOssConfig
+
+
+class GptOssDecoderLayer(nn.Module):
+    def __init__(
+        self,
+        config: GptOssConfig,
+        heads: HeadShare,
+        held: ExpertShare,
+        tp: Group,
+        exchange: AllToAll,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.input_layernorm = RMSNorm(hidden, config.rms_norm_eps, dtype)
+        self.self_attn = Attention(hidden, heads, tp=tp, dtype=dtype)
+        self.post_attention_layernorm = RMSNorm(hidden, config.rms_norm_eps, dtype)
+        experts = Experts(
+            hidden, config.intermediate_size, held, limit=config.swiglu_limit, mxfp4=config.mxfp4, dtype=dtype
+        )
+        self.mlp = MoE(hidden, experts, config.num_experts_per_tok, exchange, dtype=dtype)
+
+
+class GptOssModel(nn.Module):
+    """Embedding, decoder layers and the last norm."""
+
+    def __init__(self, config: GptOssConfig, groups: Groups, max_tokens: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        place, layout = groups.place, groups.layout
+        heads = HeadShare(
+            config.num_attention_heads, config.num_key_value_heads, config.head_dim, layout.tp, place.tp_rank
+        )
+        held = ExpertShare(
+            config.num_local_experts, place.expert_range(config.num_local_experts), layout.expert_tp, place.expert_slice
+        )
+        exchange = create_all_to_all(
+            AllToAllConfig(
+                num_experts=config.num_local_experts,
+                top_k=config.num_experts_per_tok,
+                hidden=config.hidden_size,
+                max_tokens=max_tokens,
+                dtype=dtype,
+            ),
+            groups,
+        )
+        self.exchange = exchange
+        self.kv_groups = kv_groups(config, heads)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp=groups.tp, dtype=dtype)
+        self.layers = nn.ModuleList(
+            GptOssDecoderLayer(config, heads, held, groups.tp, exchange, dtype) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.cos, self.sin = config.rotary.tables(dtype)
+        self.places = {
+            layer: (group, place)
+            for group, members in enumerate(self.kv_groups)
+            for place, layer in enumerate(members.layers)
+        }
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """[tokens, hidden], normalised, of the rows whose logits are wanted."""
+        cos, sin = self.cos[batch.positions], self.sin[batch.positions]
+        residual = self.embed_tokens(batch.token_ids)
+        x = self.layers[0].input_layernorm(residual)
+        for index, layer in enumerate(self.layers):
+            if index:
+                x, residual = layer.input_layernorm.add(x, residual)
+            group, place = self.places[index]
+            x = layer.self_attn(x, cos, sin, place, batch.groups[group])
+            x, residual = layer.post_attention_layernorm.add(x, residual)
+            x = layer.mlp(x)
+        wanted = batch.logits_rows
+        normed: Tensor = self.norm(x[wanted] + residual[wanted])
+        return normed
+
+
+class GptOssForCausalLM(nn.Module):
+    def __init__(self, config: GptOssConfig, groups: Groups, max_tokens: int, dtype: torch.dtype) -> None:
+        """
+        Args:
+            max_tokens: most tokens of one step on one rank.
+            dtype: of weights and activations.
+
+        Raises:
+            LayoutError: the heads can't be split over the tensor-parallel ranks.
+        """
+        super().__init__()
+        check_layout(config, groups.layout.tp)
+        self.config = config
+        self.model = GptOssModel(config, groups, max_tokens, dtype)
+        self.lm_head = OutputHead(self.model.embed_tokens, tied=config.tie_word_embeddings)
+
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        return self.model.kv_groups
+
+    @property
+    def rows_sent(self) -> int:
+        """Rows sent to experts of other ranks since start."""
+        return self.model.exchange.rows_sent
+
+    def forward(self, batch: ForwardBatch) -> Tensor | None:
+        """fp32 [wanted rows, vocabulary] on the first rank of each tensor-parallel group, None on the others."""
+        logits: Tensor | None = self.lm_head(self.model(batch))
+        return logits
+
+
+def check_layout(config: GptOssConfig, tp: int) -> None:
+    allowed = HeadShare.allowed_tp(config.num_attention_heads, config.num_key_value_heads)
+    if tp not in allowed:
+        raise LayoutError(
+            f"tp {tp} does not split {config.num_attention_heads} query heads and {config.num_key_value_heads} key "
+            f"heads; possible are {', '.join(map(str, allowed))}"
+        )
+
+
+def kv_groups(config: GptOssConfig, heads: HeadShare) -> tuple[KVGroup, ...]:
+    """Full-attention layers and sliding-window layers, each kind with its own block pool."""
+    kinds = ((False, None), (True, config.sliding_window))
+    by_kind = (
+        (tuple(i for i, sliding in enumerate(config.sliding_layers) if sliding == wanted), window)
+        for wanted, window in kinds
+    )
+    return tuple(KVGroup(layers, window, heads.local_key_heads, heads.head_dim) for layers, window in by_kind if layers)
