@@ -11,8 +11,7 @@ import click
 from rose_dist.errors import RoseError
 
 if TYPE_CHECKING:
-    from rose_dist.models.convert.config import Layout
-    from rose_dist.models.convert.parts import Weights
+    from rose_dist.models.convert.config import Layout, Weights
 
 _FOLDER = click.Path(path_type=Path)
 _SUFFIXES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -105,18 +104,21 @@ def random(
     One seed is one model in every layout and representation.
     """
     from rose_dist.models.convert.random_weights import PRESETS, write_random_checkpoint  # noqa: PLC0415
-    from rose_dist.models.convert.source import read_json  # noqa: PLC0415
 
-    if config_name in PRESETS:
-        config = dict(PRESETS[config_name])
-    elif Path(config_name).exists():
-        path = Path(config_name)
-        config = read_json(path / "config.json" if path.is_dir() else path)
-    else:
-        raise RoseError(f"no config {config_name}: give {', '.join(PRESETS)}, a config.json or a folder with one")
+    config = dict(PRESETS[config_name]) if config_name in PRESETS else _read_config(Path(config_name), list(PRESETS))
     config |= _parse_settings(settings, config)
     write_random_checkpoint(config, target, seed=seed, layout=layout, weights=weights, shard_bytes=shard_size)
     click.echo(f"wrote {target}")
+
+
+def _read_config(path: Path, presets: list[str]) -> dict[str, Any]:
+    from rose_dist.models.checkpoint import read_config  # noqa: PLC0415
+
+    if path.is_file() and path.name == "config.json":
+        path = path.parent
+    if not path.is_dir():
+        raise RoseError(f"no config {path}: give {', '.join(presets)}, a config.json or the folder that holds one")
+    return read_config(path)
 
 
 def _parse_settings(settings: tuple[str, ...], config: dict[str, Any]) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def load(weights: Iterable[Weight], tensors: dict[str, StoredTensor], progress: 
         CheckpointError: tensors that are missing, left over, or of another shape or dtype; the message lists them.
     """
     wanted = list(weights)
-    _check([piece for weight in wanted for piece in weight.pieces], tensors)
+    check([piece for weight in wanted for piece in weight.pieces], tensors)
     mine = [weight for weight in wanted if weight.store is not None]
     mine.sort(key=lambda weight: tensors[weight.pieces[0].name].file)
     total = sum(_bytes(piece, tensors) for weight in mine for piece in weight.pieces)
@@ -162,7 +162,8 @@ class Reader:
         self._read_since_open = 0
 
 
-def _check(pieces: list[Piece], tensors: dict[str, StoredTensor]) -> None:
+def check(pieces: list[Piece], tensors: dict[str, StoredTensor]) -> None:
+    """Raises `CheckpointError` unless `pieces` name every tensor, and each has the shape and dtype expected."""
     problems = []
     names = {piece.name for piece in pieces}
     if missing := sorted(names - tensors.keys()):

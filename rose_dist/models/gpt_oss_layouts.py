@@ -1,4 +1,4 @@
-"""OpenAI's original GPT-OSS tensor names, mapped to Hugging Face's."""
+"""OpenAI's original GPT-OSS tensor names, mapped to Hugging Face's and back."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ _LAYER = {
     "mlp.mlp2_weight.scales": "mlp.experts.down_proj_scales",
     "mlp.mlp2_bias": "mlp.experts.down_proj_bias",
 }
+
+_TOP_INVERSE = {theirs: ours for ours, theirs in _TOP.items()}
+_LAYER_INVERSE = {theirs: ours for ours, theirs in _LAYER.items()}
 
 
 def hugging_face_names(tensors: dict[str, StoredTensor], config: GptOssConfig) -> dict[str, StoredTensor]:
@@ -62,3 +65,13 @@ def _split_qkv(name: str, tensor: StoredTensor, config: GptOssConfig) -> list[tu
         )
     starts = {"q": (0, queries), "k": (queries, queries + keys), "v": (queries + keys, queries + 2 * keys)}
     return [(f"self_attn.{letter}_proj.{kind}", tensor.rows_of(slice(*rows))) for letter, rows in starts.items()]
+
+
+def openai_name(name: str) -> str:
+    """OpenAI's name for a tensor that both layouts hold alike; of q, k and v, the fused tensor's."""
+    matched = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+    if matched is None:
+        return _TOP_INVERSE[name]
+    layer, rest = matched.groups()
+    fused = re.fullmatch(r"self_attn\.[qkv]_proj\.(weight|bias)", rest)
+    return f"block.{layer}." + (f"attn.qkv.{fused.group(1)}" if fused else _LAYER_INVERSE[rest])

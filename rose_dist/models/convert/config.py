@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from rose_dist.models.convert.errors import ConversionError
+from rose_dist.models.gpt_oss_config import ConfigError
 
 Layout = Literal["hf", "openai"]
+Weights = Literal["mxfp4", "bf16"]
+"""How the experts' matrices are stored."""
 Config = Mapping[str, Any]
 
 _PLAIN = {
@@ -43,50 +44,19 @@ _HARMONY_VOCABULARY = 201088
 _HARMONY_SPECIAL = {"eos_token_id": 200002, "pad_token_id": 199999}
 
 
-@dataclass(frozen=True)
-class GptOssShape:
-    """The numbers that fix the shapes of a GPT-OSS checkpoint's tensors."""
-
-    layers: int
-    vocabulary: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    experts: int
-    tied: bool
-    """The output projection is the embedding; Hugging Face's layout stores it once."""
-
-    @classmethod
-    def from_hf(cls, config: Config) -> GptOssShape:
-        if config.get("model_type") != "gpt_oss":
-            raise ConversionError(f"model_type is {config.get('model_type')!r}; only gpt_oss can be converted")
-        keys = {
-            "layers": "num_hidden_layers",
-            "vocabulary": "vocab_size",
-            "hidden": "hidden_size",
-            "intermediate": "intermediate_size",
-            "heads": "num_attention_heads",
-            "kv_heads": "num_key_value_heads",
-            "head_dim": "head_dim",
-            "experts": "num_local_experts",
-        }
-        wrong = [key for key in keys.values() if not isinstance(config.get(key), int) or config[key] <= 0]
-        if wrong:
-            raise ConversionError(f"config.json must give a whole number above 0 for {', '.join(wrong)}")
-        return cls(**{field: config[key] for field, key in keys.items()}, tied=config.get("tie_word_embeddings", False))
-
-
 def layout_of(config: Config) -> Layout:
     """Which spelling a config.json has."""
-    if "experts_per_token" in config:
-        return "openai"
-    if "num_experts_per_tok" in config:
-        return "hf"
-    raise ConversionError(
-        "config.json is neither Hugging Face's (num_experts_per_tok) nor OpenAI's (experts_per_token) for GPT-OSS"
-    )
+    return "hf" if "model_type" in config else "openai"
+
+
+def stored_config(config: Config, layout: Layout, weights: Weights) -> dict[str, Any]:
+    """What the config.json of a checkpoint in `layout` says, given one in either spelling."""
+    if layout == "openai":
+        if weights != "mxfp4":
+            raise ConfigError("OpenAI's layout stores experts in MXFP4 only; choose --layout hf for bf16")
+        return dict(config) if layout_of(config) == "openai" else to_openai(config)
+    kept = {key: value for key, value in to_hf(config).items() if key != "quantization_config"}
+    return kept | ({"quantization_config": MXFP4_QUANTIZATION} if weights == "mxfp4" else {})
 
 
 def to_hf(config: Config) -> dict[str, Any]:
@@ -95,7 +65,7 @@ def to_hf(config: Config) -> dict[str, Any]:
         return dict(config)
     missing = [key for key in _PLAIN.values() if key not in config]
     if missing:
-        raise ConversionError(f"OpenAI's config.json lacks {', '.join(missing)}")
+        raise ConfigError(f"OpenAI's config.json lacks {', '.join(missing)}")
     factor = float(config.get("rope_scaling_factor", 32.0))
     context = int(config.get("initial_context_length", 4096))
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(config.get("rope_theta", 150000.0))}
@@ -139,7 +109,7 @@ def to_openai(config: Config) -> dict[str, Any]:
         checks["rope_type"] = (rope.get("rope_type", "default"), "default")
     for key, (found, allowed) in checks.items():
         if found != allowed:
-            raise ConversionError(f"OpenAI's layout can't say {key} = {found!r}: its code fixes {allowed!r}")
+            raise ConfigError(f"OpenAI's layout can't say {key} = {found!r}: its code fixes {allowed!r}")
     context = rope["original_max_position_embeddings"] if yarn else config["max_position_embeddings"]
     return {other: config[key] for key, other in _PLAIN.items()} | {
         "initial_context_length": context,

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from rose_dist.models.convert.errors import ConversionError
+from rose_dist.models.checkpoint import CheckpointError
 
 _CONTROL = 3  # GGUF's token type of special tokens
 
@@ -23,7 +23,7 @@ def tokenizer_from_gguf(field: Field) -> Tokenizer:
     """
     kind = (field("tokenizer.ggml.model"), field("tokenizer.ggml.pre"))
     if kind != ("gpt2", "smollm"):
-        raise ConversionError(f"the GGUF file's tokenizer is {kind[0]}/{kind[1]}; only gpt2/smollm can be converted")
+        raise CheckpointError(f"the GGUF file's tokenizer is {kind[0]}/{kind[1]}; only gpt2/smollm can be converted")
     tokens, types = field("tokenizer.ggml.tokens"), field("tokenizer.ggml.token_type")
     merges = [tuple(merge.split(" ")) for merge in field("tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))

