@@ -56,20 +56,22 @@ class Tokenizer:
         if not path.is_file():
             raise TokenizerError(f"{path} does not exist: a checkpoint needs its tokenizer.json beside the weights")
         try:
-            description = json.loads(path.read_bytes())
-            self._full = tokenizers.Tokenizer.from_str(json.dumps(description))
-            self._plain = tokenizers.Tokenizer.from_str(json.dumps(_without_added_tokens(description)))
+            self._full = tokenizers.Tokenizer.from_file(str(path))
+            self._plain = _plain(self._full)
         except Exception as error:
             raise TokenizerError(f"{path} can't be loaded: {error}") from error
         self.directory = directory
         self._settings = _read_json(directory / "tokenizer_config.json")
-        added = description.get("added_tokens") or []
-        self.added: dict[str, int] = {entry["content"]: entry["id"] for entry in added}
+        added = self._full.get_added_tokens_decoder()
+        self.added: dict[str, int] = {token.content: token_id for token_id, token in added.items()}
         """Text of every added token, special or not, and its id."""
-        self.special_ids = frozenset(entry["id"] for entry in added if entry["special"])
-        self.control: dict[str, int] = {entry["content"]: entry["id"] for entry in added if _is_control(entry)}
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.control = {token.content: token_id for token_id, token in added.items() if _is_control(token)}
         """Added tokens that only a template may write."""
-        self.token_bytes = _token_bytes(self._full, description, path)
+        self._true_ids = {
+            plain: self.added[token.content] for plain, token in self._plain.get_added_tokens_decoder().items()
+        }
+        self.token_bytes = _token_bytes(self._full, path)
         """Bytes of every id; ids that the vocabulary lacks are empty."""
         self._visible_bytes = list(self.token_bytes)
         for special in self.special_ids:
@@ -82,7 +84,7 @@ class Tokenizer:
         """
         encoding = self._plain.encode(text, add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
-        return ids
+        return [self._true_ids.get(i, i) for i in ids] if self._true_ids else ids
 
     def encode_template(self, text: str) -> list[int]:
         """Ids of text that a template wrote: every added token in it becomes its id."""
@@ -138,28 +140,29 @@ class Tokenizer:
         return value if isinstance(value, str) else None
 
 
-def _is_control(entry: dict[str, Any]) -> bool:
+def _is_control(token: tokenizers.AddedToken) -> bool:
     """Some vocabularies list runs of spaces or newlines as added tokens; those are ordinary text."""
-    return bool(entry["special"]) or not entry["content"].isspace()
+    return token.special or not token.content.isspace()
 
 
-def _without_added_tokens(description: dict[str, Any]) -> dict[str, Any]:
-    """The same tokenizer for ordinary text: control tokens are in neither the added tokens nor the vocabulary."""
-    added = description.get("added_tokens") or []
-    control = {entry["content"] for entry in added if _is_control(entry)}
-    model = dict(description["model"])
-    if isinstance(model.get("vocab"), dict) and model["type"] == "BPE":
-        made_by_merges = {"".join(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]}
-        removable = control - made_by_merges - {model.get("unk_token")}
-        model["vocab"] = {token: i for token, i in model["vocab"].items() if token not in removable}
-    return {**description, "model": model, "added_tokens": [entry for entry in added if not _is_control(entry)]}
+def _plain(full: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The same tokenizer for ordinary text: it has no control tokens, and its model can't produce them either."""
+    control = {token.content for token in full.get_added_tokens_decoder().values() if _is_control(token)}
+    description = json.loads(full.to_str())
+    model = description["model"]
+    if model["type"] == "BPE":  # renamed rather than removed: the ids must stay without holes
+        merged = {"".join(merge) for merge in model["merges"]}
+        unreachable = control - merged - {model["unk_token"]}
+        model["vocab"] = {f"\0{t}" if t in unreachable else t: i for t, i in model["vocab"].items()}
+    description["added_tokens"] = [entry for entry in description["added_tokens"] if entry["content"] not in control]
+    return tokenizers.Tokenizer.from_str(json.dumps(description))
 
 
-def _token_bytes(tokenizer: tokenizers.Tokenizer, description: dict[str, Any], path: Path) -> list[bytes]:
-    decoder = json.dumps(description.get("decoder"))
-    if '"ByteLevel"' in decoder:
+def _token_bytes(tokenizer: tokenizers.Tokenizer, path: Path) -> list[bytes]:
+    decoder = repr(tokenizer.decoder)
+    if "ByteLevel" in decoder:
         convert = _byte_level
-    elif '"ByteFallback"' in decoder:
+    elif "ByteFallback" in decoder:
         convert = _byte_fallback
     else:
         raise TokenizerError(f"{path}: the decoder is neither ByteLevel nor ByteFallback, so its tokens have no bytes")
@@ -167,8 +170,8 @@ def _token_bytes(tokenizer: tokenizers.Tokenizer, description: dict[str, Any], p
     table = [b""] * (max(vocabulary.values()) + 1)
     for token, token_id in vocabulary.items():
         table[token_id] = convert(token)
-    for entry in description.get("added_tokens") or []:
-        table[entry["id"]] = entry["content"].encode()
+    for token_id, added in tokenizer.get_added_tokens_decoder().items():
+        table[token_id] = added.content.encode()
     return table
 
 

@@ -52,14 +52,13 @@ class JinjaFormat:
 
     def render(self, conversation: Conversation) -> list[int]:
         raw = msgspec.json.encode(conversation).decode()
-        pattern = self._tokenizer.control_pattern
-        if pattern.search(raw) is None and not any(edge in raw for edge in self._edges):
+        if not any(character in raw for character in self._first_characters):
             return self._tokenizer.encode_template(self._text(_context(conversation, str)))
         sentinel = next(c for c in map(chr, _SENTINELS) if c not in raw)
         text = self._text(_context(conversation, lambda value: self._broken(value, sentinel)))
         ids: list[int] = []
         end = 0
-        for match in pattern.finditer(text):
+        for match in self._tokenizer.control_pattern.finditer(text):
             ids += self._tokenizer.encode(text[end : match.start()].replace(sentinel, ""))
             ids.append(self._tokenizer.control[match[0]])
             end = match.end()
@@ -96,9 +95,9 @@ class JinjaFormat:
             raise FormatError(f"The chat template can't render this conversation: {error}") from error
 
     @cached_property
-    def _edges(self) -> tuple[str, ...]:
-        """How JSON shows a string that ends as a control token begins: the next string could complete it."""
-        return tuple({token[0] + '"' for token in self._tokenizer.control})
+    def _first_characters(self) -> frozenset[str]:
+        """Without any of these, strings of a client can't become or complete a control token."""
+        return frozenset(token[0] for token in self._tokenizer.control)
 
     def _broken(self, text: str, sentinel: str) -> str:
         """`text` with the sentinel inside every control token, and after every beginning of one at its end."""
