@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,14 +83,17 @@ class World:
             return world
         guard = StageGuard()
         expected = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "?")
-        place = f"[{expected}@{socket.gethostname()}]"
-        guard.arm(timeout, f"{place} rank {expected}: the stage 'start MPI' took more than {timeout:g} s")
+        host = socket.gethostname()
+        guard.arm(timeout, describe(expected, host, "start MPI", f"took more than {timeout:g} s"))
+        started = time.monotonic()
         world = cls(_start_mpi(), guard, timeout)
+        elapsed = time.monotonic() - started
         world._hook_exceptions()
         configure_logging(world.rank, world.host, log_dir, log_level)
         with world.stage("exchange host names", timeout):
             world.hosts = world.group.all_gather_objects(world.host)
-        logger.info("%d ranks on %d hosts: %s", world.size, len(set(world.hosts)), ", ".join(sorted(set(world.hosts))))
+        hosts = sorted(set(world.hosts))
+        logger.info("%d ranks on %d hosts (%s), MPI up in %.2f s", world.size, len(hosts), ", ".join(hosts), elapsed)
         return world
 
     @property
@@ -105,13 +109,14 @@ class World:
     def stage(self, name: str, limit: float | None = None) -> Iterator[None]:
         """Name what this rank does now, for messages. With `limit`, more than that many seconds end the job."""
         before, self._stage = self._stage, name
-        logger.debug("stage: %s", name)
+        started = time.monotonic()
         if self._guard is not None and limit is not None:
             self._guard.arm(limit, self._say(f"took more than {limit:g} s"))
         yield
         # Not in a `finally`: after an exception the stage is still the one to name.
         if self._guard is not None and limit is not None:
             self._guard.disarm()
+        logger.info("%s: done in %.2f s", name, time.monotonic() - started)
         self._stage = before
 
     def groups(self, layout: Layout) -> Groups:
@@ -142,7 +147,7 @@ class World:
         self._end()
 
     def _say(self, message: str) -> str:
-        return f"[{self.rank}@{self.host}] rank {self.rank}, stage '{self._stage}': {message}"
+        return describe(str(self.rank), self.host, self._stage, message)
 
     def _end(self) -> NoReturn:
         logging.shutdown()
@@ -190,6 +195,10 @@ class World:
             self.close()
         elif self.size > 1:
             self._fail(error)
+
+
+def describe(rank: str, host: str, stage: str, message: str) -> str:
+    return f"[{rank}@{host}] rank {rank}, stage '{stage}': {message}"
 
 
 def _start_mpi() -> MPI.Comm:
