@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,6 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from rose_dist.frontend.engine_client import Generation
 from rose_dist.frontend.errors import ApiError, BodyTooLargeError, ClientGoneError
+
+_LINGER_S = 2.0
 
 DONE = b"data: [DONE]\n\n"
 
@@ -40,6 +43,16 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)
+
+
+async def discard_body(receive: Receive) -> None:
+    """Read on for a moment: a connection closed while its client still sends takes the answer away with it."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER_S):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
 
 
 class JsonResponse(Response):
