@@ -79,7 +79,10 @@ def measure(directory: Path, connections: list[int], seconds: float) -> list[Row
     tokenizer = Tokenizer(checkpoint)
     stub = StubConfig(script=tokenizer.encode(WORDS)[:TOKENS])
     cores = sorted(os.sched_getaffinity(0))
-    with (directory / "log").open("wb") as log, running(FrontendConfig(model=str(checkpoint)), [stub], log=log) as frontend:
+    with (
+        (directory / "log").open("wb") as log,
+        running(FrontendConfig(model=str(checkpoint)), [stub], log=log) as frontend,
+    ):
         pin(frontend, cores)
         body = json.dumps(
             {

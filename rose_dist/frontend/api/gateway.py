@@ -5,14 +5,14 @@ from __future__ import annotations
 import hmac
 import logging
 import re
-import secrets
 import time
+from collections.abc import Awaitable
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rose_dist.frontend.api.http import discard_body
-from rose_dist.frontend.api.service import Service
+from rose_dist.frontend.api.service import Service, random_hex
 from rose_dist.frontend.config import hash_api_key
 from rose_dist.frontend.errors import (
     ApiError,
@@ -44,15 +44,15 @@ class Gateway:
         headers = dict(scope["headers"])
         request_id = headers.get(b"x-request-id", b"")
         if not _REQUEST_ID.fullmatch(request_id):
-            request_id = secrets.token_hex(16).encode()
+            request_id = random_hex(16).encode()
         status = 0
 
-        async def send_with_id(message: Message) -> None:
+        def send_with_id(message: Message) -> Awaitable[None]:  # no coroutine of its own: it runs once a token
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
-            await send(message)
+            return send(message)
 
         self._service.active += 1
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -63,25 +63,30 @@ class JsonResponse(Response):
 
 
 class EventStream(Response):
-    """Server-sent events, each item of `events` one ASGI message. Faster than Starlette's own by its task group."""
+    """Server-sent events without the task group and the generators of Starlette's StreamingResponse."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, first: bytes, following: Callable[[], Awaitable[bytes]]) -> None:
+        """
+        Args:
+            first: the first events.
+            following: gives the next events whenever there are some, and nothing at the end.
+        """
         self.status_code = 200
-        self.events = events
         self.background = None
-        self.body = b""
         self.raw_headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
         ]
+        self._first = first
+        self._following = following
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for event in self.events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+        events = self._first
+        while events:
+            await send({"type": "http.response.body", "body": events, "more_body": True})
+            events = await self._following()
         await send({"type": "http.response.body", "body": b""})
 
 
