@@ -1,8 +1,11 @@
 """What the frontend costs: 64-token streams from a stub engine, the frontend process pinned to one core.
 
 `python -m benchmarks.frontend` needs `wrk` (Debian: apt-get install wrk). The stub engine, wrk and the probe share the
-other cores. Requests are chat completions, streamed, one token a step, the stub stepping as fast as it can.
+other cores. Requests are chat completions, streamed, one token a step.
+Lengths are spread evenly over 32 to 96 tokens, 64 in the mean: with equal lengths all streams of a closed loop soon
+begin and end together, and the first chunk would tell of that burst alone.
 
+- step: the stub's pause between two steps; without one it steps as fast as it can, and the frontend is saturated.
 - requests/s: wrk, closed loop, by number of connections.
 - CPU: the frontend process's own time, from /proc; independent of what else the machine does.
 - first chunk: a probe that is one of the connections, from sending a request to the first event with text.
@@ -34,17 +37,25 @@ from tests.frontend.checkpoint import build_checkpoint
 from tests.frontend.running import Frontend, running
 from tests.frontend.stub_engine import StubConfig
 
-TOKENS = 64
+SHORTEST, LONGEST = 32, 96
 WORDS = "The capital of France is Paris and the capital of Italy is Rome, please answer in one sentence. " * 10
 WRK_SCRIPT = """
 wrk.method = "POST"
 wrk.headers["content-type"] = "application/json"
-wrk.body = [[{body}]]
+local requests = {}
+init = function(args)
+  for n = {shortest}, {longest} do
+    local body = string.gsub([[{body}]], '"max_tokens": %d+', '"max_tokens": ' .. n)
+    requests[#requests + 1] = wrk.format(nil, nil, nil, body)
+  end
+end
+request = function() return requests[math.random(#requests)] end
 """
 
 
 @dataclass
 class Row:
+    step_ms: float
     connections: int
     requests_per_s: float
     tokens_per_s: float
@@ -64,20 +75,25 @@ def main() -> None:
     parser.add_argument("--machine", default=f"cpu-{os.cpu_count()}core", help="directory of the results")
     parser.add_argument("--seconds", type=float, default=5)
     parser.add_argument("--connections", type=int, nargs="+", default=[1, 32, 100])
+    parser.add_argument("--step-ms", type=float, nargs="+", default=[0, 10])
     arguments = parser.parse_args()
     if shutil.which("wrk") is None:
         sys.exit("wrk is not installed: apt-get install wrk")
     with tempfile.TemporaryDirectory() as directory:
-        rows = measure(Path(directory), arguments.connections, arguments.seconds)
+        rows = [
+            row
+            for step_ms in arguments.step_ms
+            for row in measure(Path(directory), step_ms, arguments.connections, arguments.seconds)
+        ]
     text = table(rows)
     print(text)
     write(Path("benchmarks/results") / arguments.machine, rows, text)
 
 
-def measure(directory: Path, connections: list[int], seconds: float) -> list[Row]:
+def measure(directory: Path, step_ms: float, connections: list[int], seconds: float) -> list[Row]:
     checkpoint = build_checkpoint(directory / "tiny-chat")
     tokenizer = Tokenizer(checkpoint)
-    stub = StubConfig(script=tokenizer.encode(WORDS)[:TOKENS])
+    stub = StubConfig(script=tokenizer.encode(WORDS)[:LONGEST], step_s=step_ms / 1000)
     cores = sorted(os.sched_getaffinity(0))
     with (
         (directory / "log").open("wb") as log,
@@ -88,14 +104,15 @@ def measure(directory: Path, connections: list[int], seconds: float) -> list[Row
             {
                 "model": "tiny-chat",
                 "stream": True,
-                "max_tokens": TOKENS,
+                "max_tokens": (SHORTEST + LONGEST) // 2,
                 "ignore_eos": True,
                 "messages": [{"role": "user", "content": "What is the capital of France?"}],
             }
         )
-        (directory / "post.lua").write_text(WRK_SCRIPT.replace("{body}", body))
+        script = WRK_SCRIPT.replace("{body}", body).replace("{shortest}", str(SHORTEST))
+        (directory / "post.lua").write_text(script.replace("{longest}", str(LONGEST)))
         run_wrk(frontend, directory, 8, 1)  # warm-up
-        return [one(frontend, directory, body, count, seconds) for count in connections]
+        return [one(frontend, directory, body, step_ms, count, seconds) for count in connections]
 
 
 def pin(frontend: Frontend, cores: list[int]) -> None:
@@ -107,20 +124,21 @@ def pin(frontend: Frontend, cores: list[int]) -> None:
     os.sched_setaffinity(0, others)
 
 
-def one(frontend: Frontend, directory: Path, body: str, connections: int, seconds: float) -> Row:
+def one(frontend: Frontend, directory: Path, body: str, step_ms: float, connections: int, seconds: float) -> Row:  # noqa: PLR0917
     probe = Probe(frontend.port, body)
     probe.start()
-    cpu, started, served = cpu_seconds(frontend), time.monotonic(), requests_served(frontend)
+    cpu, started, before = cpu_seconds(frontend), time.monotonic(), served(frontend)
     errors = run_wrk(frontend, directory, connections - 1, seconds) if connections > 1 else wait(seconds)
     elapsed, cpu = time.monotonic() - started, cpu_seconds(frontend) - cpu
-    requests = requests_served(frontend) - served
+    requests, tokens = (after - earlier for after, earlier in zip(served(frontend), before, strict=True))
     probe.stop()
     return Row(
+        step_ms=step_ms,
         connections=connections,
         requests_per_s=requests / elapsed,
-        tokens_per_s=requests * TOKENS / elapsed,
+        tokens_per_s=tokens / elapsed,
         cpu_us_per_request=cpu / requests * 1e6,
-        cpu_us_per_token=cpu / requests / TOKENS * 1e6,
+        cpu_us_per_token=cpu / tokens * 1e6,
         requests_per_cpu_s=requests / cpu,
         first_chunk_p50_ms=statistics.median(probe.first_chunk_s) * 1e3,
         first_chunk_p99_ms=statistics.quantiles(probe.first_chunk_s, n=100)[98] * 1e3,
@@ -150,8 +168,9 @@ def cpu_seconds(frontend: Frontend) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def requests_served(frontend: Frontend) -> float:
-    return frontend.metric("request_success_total")
+def served(frontend: Frontend) -> tuple[float, float]:
+    """(requests, tokens) since the start."""
+    return frontend.metric("request_success_total"), frontend.metric("generation_tokens_total")
 
 
 class Probe(threading.Thread):
@@ -186,13 +205,13 @@ class Probe(threading.Thread):
 
 def table(rows: list[Row]) -> str:
     lines = [
-        "| connections | requests/s | tokens/s | CPU us/request | CPU us/token | requests per CPU second "
+        "| step ms | connections | requests/s | tokens/s | CPU us/request | CPU us/token | requests per CPU second "
         "| first chunk p50 ms | p99 ms | chunks/stream | errors |",
-        "| --- " * 10 + "|",
+        "| --- " * 11 + "|",
     ]
     lines += [
-        f"| {r.connections} | {r.requests_per_s:.0f} | {r.tokens_per_s:.0f} | {r.cpu_us_per_request:.0f} "
-        f"| {r.cpu_us_per_token:.1f} | {r.requests_per_cpu_s:.0f} | {r.first_chunk_p50_ms:.2f} "
+        f"| {r.step_ms:g} | {r.connections} | {r.requests_per_s:.0f} | {r.tokens_per_s:.0f} "
+        f"| {r.cpu_us_per_request:.0f} | {r.cpu_us_per_token:.1f} | {r.requests_per_cpu_s:.0f} | {r.first_chunk_p50_ms:.2f} "
         f"| {r.first_chunk_p99_ms:.2f} | {r.chunks_per_stream:.1f} | {r.errors} |"
         for r in rows
     ]
@@ -206,7 +225,7 @@ def write(directory: Path, rows: list[Row], text: str) -> None:
         "python": platform.python_version(),
         "cores": os.cpu_count(),
         "load_average_1min": os.getloadavg()[0],
-        "tokens_per_stream": TOKENS,
+        "tokens_per_stream": [SHORTEST, LONGEST],
         "rows": [asdict(row) for row in rows],
     }
     (directory / "frontend.json").write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")

@@ -30,13 +30,15 @@ def script(tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode(REPLY)
 
 
-def test_not_healthy_until_every_leader_is_ready(config: FrontendConfig, script: list[int]) -> None:
-    stubs = [StubConfig(script=script), StubConfig(script=script, load_s=0.5, dp_rank=1, dp_size=2)]
+def test_not_healthy_until_every_leader_is_ready(config: FrontendConfig, script: list[int], tmp_path: Path) -> None:
+    loaded = tmp_path / "loaded"
+    stubs = [StubConfig(script=script), StubConfig(script=script, loaded_when=str(loaded), dp_rank=1, dp_size=2)]
     with running(config, stubs, wait=False) as frontend:
         wait_for(lambda: frontend.get("/version")[0] == 200)
         status, body = frontend.get("/health")
         assert (status, json.loads(body)) == (503, {"status": "loading"})
         assert frontend.post("/v1/chat/completions", CHAT)[0] == 503
+        loaded.touch()
         frontend.wait_until_ready()
         assert frontend.post("/v1/chat/completions", CHAT)[0] == 200
 
@@ -134,8 +136,9 @@ def test_a_frontend_dies_with_its_parent(config: FrontendConfig) -> None:
     )
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
-    time.sleep(0.8)
-    assert Path(f"/proc/{child}").exists()
+    wait_for(lambda: b"rose_dist.frontend" in Path(f"/proc/{child}/cmdline").read_bytes())
+    time.sleep(0.8)  # past the line that binds it to its parent
+    assert is_alive(child)
     parent.kill()
     parent.wait()
     wait_for(lambda: not is_alive(child), 2)
