@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -39,8 +40,8 @@ class StubConfig(msgspec.Struct, kw_only=True):
     max_waiting: int = 1000
     step_s: float = 0.0
     tokens_per_step: int = 1
-    load_s: float = 0.0
-    """Time until `Ready`."""
+    loaded_when: str | None = None
+    """A file; the model counts as loaded once it exists."""
     error_after: int | None = None
     """End every request with finish `error` after this many tokens."""
     echo_prompt: bool = False
@@ -85,8 +86,8 @@ class StubEngine:
         self._report = open(config.report, "a", buffering=1) if config.report else None  # noqa: SIM115
 
     def run(self) -> None:
-        if self._config.load_s:
-            time.sleep(self._config.load_s)
+        while self._config.loaded_when is not None and not Path(self._config.loaded_when).exists():
+            time.sleep(0.02)
         while True:
             busy = bool(self._running or self._waiting)
             if not busy:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -11,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from rose_dist.frontend.api.chat_answer import ChatAnswer
 from rose_dist.frontend.api.exchange import Exchange, respond
 from rose_dist.frontend.api.http import read_body
-from rose_dist.frontend.api.service import Service, decode_request
+from rose_dist.frontend.api.service import Service, decode_request, random_hex
 from rose_dist.frontend.choice import Choice
 from rose_dist.frontend.errors import BadRequestError
 from rose_dist.frontend.formats.base import Conversation, FormatError
@@ -65,7 +64,7 @@ class ChatCompletions:
         own_stop_ids = request.stop_token_ids or []
         stop_ids = own_stop_ids if request.ignore_eos else [*service.chat_format.stop_ids, *own_stop_ids]
         stops = request.stop_strings()
-        base = secrets.token_hex(8)
+        base = random_hex(8)
         generates = [request.generate(f"{base}-{i}", prompt, sampling, stop_ids, i) for i in range(count)]
         hidden = frozenset(own_stop_ids) - service.chat_format.stop_ids
         choices = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 
 from msgspec import UNSET
@@ -10,7 +9,7 @@ from msgspec import UNSET
 from rose_dist.engine.protocol import TokenLogprobs
 from rose_dist.frontend.api.exchange import Exchange, Step
 from rose_dist.frontend.api.http import encode_json
-from rose_dist.frontend.api.service import Service, new_id
+from rose_dist.frontend.api.service import Service, new_id, random_hex
 from rose_dist.frontend.choice import Choice
 from rose_dist.frontend.formats.base import TextDelta, ToolCallDelta
 from rose_dist.frontend.schema import chat as schema
@@ -128,9 +127,7 @@ class ChatAnswer:
         function = schema.ResponseFunction(name=delta.name, arguments=delta.arguments)
         if delta.name is None:
             return schema.ChunkToolCall(index=delta.index, function=function)
-        return schema.ChunkToolCall(
-            index=delta.index, function=function, id=f"call_{secrets.token_hex(12)}", type="function"
-        )
+        return schema.ChunkToolCall(index=delta.index, function=function, id=f"call_{random_hex(12)}", type="function")
 
     def _take_logprobs(self, choice: Choice) -> schema.ChoiceLogprobs | None:
         taken = choice.take_logprobs()

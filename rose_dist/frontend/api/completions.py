@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 
 import msgspec
@@ -12,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from rose_dist.engine.protocol import Generate, TokenLogprobs
 from rose_dist.frontend.api.exchange import Exchange, Step, respond
 from rose_dist.frontend.api.http import encode_json, read_body
-from rose_dist.frontend.api.service import Service, decode_request, new_id
+from rose_dist.frontend.api.service import Service, decode_request, new_id, random_hex
 from rose_dist.frontend.choice import Choice
 from rose_dist.frontend.formats.base import TextDelta
 from rose_dist.frontend.formats.plain import PlainParser
@@ -63,7 +62,7 @@ class Completions:
         own_stop_ids = request.stop_token_ids or []
         stop_ids = own_stop_ids if request.ignore_eos else [*tokenizer.eos_ids, *own_stop_ids]
         stops = request.stop_strings()
-        base = secrets.token_hex(8)
+        base = random_hex(8)
         generates: list[Generate] = []
         choices: list[Choice] = []
         for prompt in prompts:

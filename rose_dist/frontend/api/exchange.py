@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from rose_dist.engine.protocol import Generate
+from rose_dist.engine.protocol import Generate, Output
 from rose_dist.frontend.api.http import DONE, DisconnectWatch, EventStream, JsonResponse, error_event
 from rose_dist.frontend.api.service import Service
 from rose_dist.frontend.choice import Choice, merged
@@ -41,7 +41,7 @@ class Answer(Protocol):
 
 
 class Exchange:
-    """Iterate with `steps` until it ends; then `usage` holds. `close` in every case."""
+    """Call `step` until `ended`; then `usage` holds. `close` in every case."""
 
     def __init__(
         self,
@@ -69,28 +69,38 @@ class Exchange:
         if (limit := request.token_limit()) is not None:
             metrics.request_max_tokens.observe(limit)
 
-    async def steps(self) -> AsyncIterator[Step]:
-        """What arrived, per choice, neighbouring deltas joined. Ends when every choice has its finish reason.
+    @property
+    def ended(self) -> bool:
+        """Every choice has its finish reason."""
+        return self._open == 0
+
+    async def step(self) -> Step:
+        """What arrived since the last call, per choice, neighbouring deltas joined. Not to be called once `ended`.
 
         Raises:
             ApiError: the engine refused or failed.
             ClientGoneError: the client left.
         """
-        receive = self._generation.receive
-        while self._open:
-            arrived = await receive()
-            now = time.monotonic()
-            deltas: dict[int, list[Delta]] = {}
-            for index, output in arrived:
-                choice = self.choices[index]
-                if choice.finish_reason is not None:
-                    continue
-                deltas.setdefault(index, []).extend(choice.feed(output))
-                if output.token_ids:
-                    self._count(index, len(output.token_ids), now)
-                if choice.finish_reason is not None:
-                    self._end(choice, now)
-            yield [(self.choices[index], merged(parts)) for index, parts in deltas.items()]
+        arrived = await self._generation.receive()
+        now = time.monotonic()
+        if len(arrived) == 1:
+            index, output = arrived[0]
+            return [(self.choices[index], merged(self._feed(index, output, now)))]
+        deltas: dict[int, list[Delta]] = {}
+        for index, output in arrived:
+            deltas.setdefault(index, []).extend(self._feed(index, output, now))
+        return [(self.choices[index], merged(parts)) for index, parts in deltas.items()]
+
+    def _feed(self, index: int, output: Output, now: float) -> list[Delta]:
+        choice = self.choices[index]
+        if choice.finish_reason is not None:
+            return []
+        deltas = choice.feed(output)
+        if output.token_ids:
+            self._count(index, len(output.token_ids), now)
+        if choice.finish_reason is not None:
+            self._end(choice, now)
+        return deltas
 
     def usage(self) -> Usage:
         """Tokens so far; the prompt counts once however many choices it has."""
@@ -148,12 +158,11 @@ async def respond(
     """Answer and close. The status waits for the engine's first output, which may be a refusal."""
     try:
         if stream:
-            steps = exchange.steps()
-            first = await anext(steps)
-            await EventStream(_events(exchange, answer, first, steps))(scope, receive, send)
+            first = b"".join(answer.begin() + answer.events(await exchange.step()))
+            await EventStream(first, _Events(exchange, answer).next)(scope, receive, send)
         else:
-            async for step in exchange.steps():
-                answer.add(step)
+            while not exchange.ended:
+                answer.add(await exchange.step())
             await JsonResponse(answer.whole())(scope, receive, send)
     except BaseException as error:
         exchange.close(error)
@@ -161,14 +170,23 @@ async def respond(
     exchange.close()
 
 
-async def _events(exchange: Exchange, answer: Answer, first: Step, steps: AsyncIterator[Step]) -> AsyncIterator[bytes]:
-    try:
-        yield b"".join(answer.begin() + answer.events(first))
-        async for step in steps:
-            if events := answer.events(step):
-                yield b"".join(events)
-    except ApiError as error:
-        exchange.close(error)
-        yield error_event(error)
-        return
-    yield b"".join([*answer.end(), DONE])
+class _Events:
+    def __init__(self, exchange: Exchange, answer: Answer) -> None:
+        self._exchange = exchange
+        self._answer = answer
+        self._said_all = False
+
+    async def next(self) -> bytes:
+        """The next bytes of the stream; empty after the last."""
+        if self._said_all:
+            return b""
+        try:
+            while not self._exchange.ended:
+                if events := self._answer.events(await self._exchange.step()):
+                    return b"".join(events)
+        except ApiError as error:
+            self._exchange.close(error)
+            self._said_all = True
+            return error_event(error)
+        self._said_all = True
+        return b"".join([*self._answer.end(), DONE])

@@ -5,16 +5,23 @@ from __future__ import annotations
 import hmac
 import logging
 import re
-import secrets
 import time
-from typing import Any
+from collections.abc import Awaitable
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rose_dist.frontend.api.service import Service
+from rose_dist.frontend.api.http import discard_body
+from rose_dist.frontend.api.service import Service, random_hex
 from rose_dist.frontend.config import hash_api_key
-from rose_dist.frontend.errors import ApiError, BadRequestError, ClientGoneError, EngineError, InvalidApiKeyError
+from rose_dist.frontend.errors import (
+    ApiError,
+    BadRequestError,
+    BodyTooLargeError,
+    ClientGoneError,
+    EngineError,
+    InvalidApiKeyError,
+)
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("rose_dist.frontend.access")
@@ -37,15 +44,15 @@ class Gateway:
         headers = dict(scope["headers"])
         request_id = headers.get(b"x-request-id", b"")
         if not _REQUEST_ID.fullmatch(request_id):
-            request_id = secrets.token_hex(16).encode()
+            request_id = random_hex(16).encode()
         status = 0
 
-        async def send_with_id(message: Message) -> None:
+        def send_with_id(message: Message) -> Awaitable[None]:  # no coroutine of its own: it runs once a token
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
-            await send(message)
+            return send(message)
 
         self._service.active += 1
         try:
@@ -56,7 +63,7 @@ class Gateway:
         except Exception as error:
             if status:
                 raise
-            await _send_error(_as_api_error(error), send_with_id)
+            await _send_error(_as_api_error(error), receive, send_with_id)
         finally:
             self._service.active -= 1
             self._record(scope, status, time.monotonic() - arrival, request_id)
@@ -100,9 +107,12 @@ def _as_api_error(error: Exception) -> ApiError:
     return EngineError("The server failed on this request; its log has the cause")
 
 
-async def _send_error(error: ApiError, send: Any) -> None:
+async def _send_error(error: ApiError, receive: Receive, send: Send) -> None:
     body = error.body()
     headers = [(name.encode(), value.encode()) for name, value in error.headers.items()]
     headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    if isinstance(error, BodyTooLargeError):
+        await discard_body(receive)
+    await send({"type": "http.response.body", "body": b""})

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -12,6 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from rose_dist.frontend.engine_client import Generation
 from rose_dist.frontend.errors import ApiError, BodyTooLargeError, ClientGoneError
+
+_LINGER_S = 2.0
 
 DONE = b"data: [DONE]\n\n"
 
@@ -42,6 +45,16 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
             return b"".join(parts)
 
 
+async def discard_body(receive: Receive) -> None:
+    """Read on for a moment: a connection closed while its client still sends takes the answer away with it."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER_S):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
+
+
 class JsonResponse(Response):
     media_type = "application/json"
 
@@ -50,25 +63,30 @@ class JsonResponse(Response):
 
 
 class EventStream(Response):
-    """Server-sent events, each item of `events` one ASGI message. Faster than Starlette's own by its task group."""
+    """Server-sent events without the task group and the generators of Starlette's StreamingResponse."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, first: bytes, following: Callable[[], Awaitable[bytes]]) -> None:
+        """
+        Args:
+            first: the first events.
+            following: gives the next events whenever there are some, and nothing at the end.
+        """
         self.status_code = 200
-        self.events = events
         self.background = None
-        self.body = b""
         self.raw_headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
         ]
+        self._first = first
+        self._following = following
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for event in self.events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+        events = self._first
+        while events:
+            await send({"type": "http.response.body", "body": events, "more_body": True})
+            events = await self._following()
         await send({"type": "http.response.body", "body": b""})
 
 
