@@ -31,7 +31,9 @@ class Operation:
 
 
 def resolve(parts: tuple[str, ...]) -> Operation | None:
-    """The operation of an opcode, or None if it is no register-to-register instruction. Raises UnknownInstruction for an unknown form."""
+    """The operation of an opcode, or None if it is no register-to-register instruction. Raises UnknownInstruction for
+    an unknown form.
+    """
     build = _BUILDERS.get(parts[0])
     if build is None:
         return None

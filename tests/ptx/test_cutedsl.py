@@ -105,7 +105,9 @@ class Empty:
     @cute.jit
     def __call__(self, out: cute.Tensor, count: Int32, stream: cuda.CUstream):
         self.kernel(out, count).launch(grid=[count * 2, 1, 1], block=[32, 1, 1], stream=stream)
-        self.kernel(out, count + 1).launch(grid=[1, count, 1], block=[64, 1, 1], stream=stream, smem=1024, cooperative=True)
+        self.kernel(out, count + 1).launch(
+            grid=[1, count, 1], block=[64, 1, 1], stream=stream, smem=1024, cooperative=True
+        )
 
     @cute.kernel
     def kernel(self, out: cute.Tensor, count: Int32):
@@ -114,7 +116,9 @@ class Empty:
 
 
 def test_all_launches_of_the_host_function_are_caught() -> None:
-    compiled = compile_kernel(Empty(), make_fake_compact_tensor(Int32, (1,), assumed_align=4), Int32(0), make_fake_stream())
+    compiled = compile_kernel(
+        Empty(), make_fake_compact_tensor(Int32, (1,), assumed_align=4), Int32(0), make_fake_stream()
+    )
     machine = Machine()
     out = machine.zeros(1, torch.int32)
     first, second = compiled(from_dlpack(out, assumed_align=4), 3, STREAM)

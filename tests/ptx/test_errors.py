@@ -23,7 +23,9 @@ from tests.ptx.source import kernel, launch
 INDEX = "ld.param.u64 %d1, [x]; mov.u32 %r1, %tid.x; mul.wide.u32 %d2, %r1, 4; add.u64 %d2, %d1, %d2;"
 
 
-def run(body: str, *arguments: object, machine: Machine | None = None, grid: int = 1, block: int = 32, **options: object) -> None:
+def run(
+    body: str, *arguments: object, machine: Machine | None = None, grid: int = 1, block: int = 32, **options: object
+) -> None:
     names = ("u64 x", "u64 y")[: len(arguments)]
     program = kernel(body, names, declarations=".extern .shared .align 16 .b8 dynamic[];")
     (machine or Machine()).run([launch(program, *arguments, grid=grid, block=block, dynamic_shared=256)], **options)  # type: ignore[arg-type]
@@ -48,7 +50,7 @@ def test_an_unknown_instruction_names_its_line(instruction: str) -> None:
 
 
 def test_text_that_is_not_ptx() -> None:
-    with pytest.raises(PtxSyntaxError, match="no .target"):
+    with pytest.raises(PtxSyntaxError, match=r"no \.target"):
         parse("hello")
 
 
@@ -61,7 +63,9 @@ def test_out_of_bounds_names_the_tensor_and_the_thread() -> None:
 
 def test_shared_memory_has_an_end() -> None:
     with pytest.raises(OutOfBounds, match=r"offset 256 of shared memory of CTA 0(.|\n)*thread 16\)"):
-        run("mov.u32 %r1, %tid.x; shl.b32 %r2, %r1, 4; mov.u32 %r3, dynamic; add.u32 %r3, %r3, %r2; st.shared.u32 [%r3], %r1;")
+        run(
+            "mov.u32 %r1, %tid.x; shl.b32 %r2, %r1, 4; mov.u32 %r3, dynamic; add.u32 %r3, %r3, %r2; st.shared.u32 [%r3], %r1;"
+        )
 
 
 def test_misaligned_vector_access() -> None:
@@ -75,7 +79,11 @@ def test_reads_of_unwritten_memory_on_request() -> None:
     machine = Machine()
     x = machine.empty(32, torch.int32, check_unwritten=True, name="x")
     with pytest.raises(UninitialisedRead, match="of x is read but was never written"):
-        run(INDEX + "setp.lt.u32 %p1, %r1, 9; @%p1 st.global.u32 [%d2], %r1; ld.global.u32 %r2, [%d2];", x, machine=machine)
+        run(
+            INDEX + "setp.lt.u32 %p1, %r1, 9; @%p1 st.global.u32 [%d2], %r1; ld.global.u32 %r2, [%d2];",
+            x,
+            machine=machine,
+        )
 
 
 def test_unwritten_shared_memory_on_request() -> None:
@@ -107,7 +115,7 @@ def test_a_missing_barrier_before_reuse_is_a_race() -> None:
     """Write after read: the second round overwrites what a slower warp still reads."""
     again = "{} st.shared.u32 [%r4], %r6;"
     run(SHARED_EXCHANGE.format("bar.sync 0;") + again.format("bar.sync 0;"), block=64)
-    with pytest.raises(DataRace, match="weak write by .* and a weak read by"):
+    with pytest.raises(DataRace, match=r"weak write by .* and a weak read by"):
         run(SHARED_EXCHANGE.format("bar.sync 0;") + again.format(""), block=64)
 
 

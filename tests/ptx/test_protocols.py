@@ -9,10 +9,12 @@ from tests.ptx.machine import Machine
 from tests.ptx.program import Program
 from tests.ptx.source import kernel, launch
 
-# ---- grid barrier ------------------------------------------------------------------------------------------------------
 
-
-def grid_barrier(red: str = "red.release.gpu", load: str = "ld.acquire.gpu", barriers: tuple[str, str] = ("bar.sync 0;", "bar.sync 0;")) -> Program:
+def grid_barrier(
+    red: str = "red.release.gpu",
+    load: str = "ld.acquire.gpu",
+    barriers: tuple[str, str] = ("bar.sync 0;", "bar.sync 0;"),
+) -> Program:
     """Every thread writes its slot, the grid meets at a monotone counter, every thread reads its neighbour CTA's slot."""
     return kernel(
         f"""
@@ -34,11 +36,19 @@ def grid_barrier(red: str = "red.release.gpu", load: str = "ld.acquire.gpu", bar
     )  # fmt: skip
 
 
-def run_grid_barrier(program: Program, seed: int, ctas: int = 5, threads: int = 64, races: str = "error", **options: object) -> bool:
+def run_grid_barrier(
+    program: Program, seed: int, ctas: int = 5, threads: int = 64, races: str = "error", **options: object
+) -> bool:
     machine = Machine()
-    slots, counter, out = machine.empty(ctas * threads, torch.int32), machine.zeros(1, torch.int32), machine.empty(ctas * threads, torch.int32)
+    slots, counter, out = (
+        machine.empty(ctas * threads, torch.int32),
+        machine.zeros(1, torch.int32),
+        machine.empty(ctas * threads, torch.int32),
+    )
     for epoch in (1, 2):
-        machine.run([launch(program, slots, counter, out, epoch, grid=ctas, block=threads)], seed=seed, races=races, **options)  # type: ignore[arg-type]
+        machine.run(
+            [launch(program, slots, counter, out, epoch, grid=ctas, block=threads)], seed=seed, races=races, **options
+        )  # type: ignore[arg-type]
         expected = (torch.arange(ctas * threads).roll(-threads) + epoch).int()
         if not torch.equal(out, expected):
             return False
@@ -64,8 +74,7 @@ def test_grid_barrier(seed: int) -> None:
 def test_a_weakened_grid_barrier_is_a_race_and_reads_stale_data(weakened: dict) -> None:  # type: ignore[type-arg]
     program = grid_barrier(**weakened)
     with pytest.raises(DataRace, match="nothing that orders them"):
-        for seed in range(20):
-            run_grid_barrier(program, seed)
+        all(run_grid_barrier(program, seed) for seed in range(20))
     assert not all(run_grid_barrier(program, seed, races="off") for seed in range(20))
 
 
@@ -73,8 +82,6 @@ def test_a_grid_barrier_of_ctas_that_do_not_all_fit_is_a_deadlock() -> None:
     with pytest.raises(Deadlock, match="polls"):
         run_grid_barrier(grid_barrier(), 0, resident=3)
 
-
-# ---- bounded wait ------------------------------------------------------------------------------------------------------
 
 BOUNDED_WAIT = """
     ld.param.u64 %d1, [flag]; ld.param.u64 %d2, [report]; ld.param.u64 %d3, [limit];
@@ -115,18 +122,21 @@ def test_a_bounded_wait_for_a_slow_peer_does_not_expire() -> None:
 def test_an_unbounded_wait_is_a_deadlock_that_names_the_line() -> None:
     machine = Machine()
     flag = machine.zeros(1, torch.int32)
-    wait = kernel("ld.param.u64 %d1, [flag]; SPIN: ld.acquire.sys.global.u32 %r1, [%d1]; setp.eq.u32 %p1, %r1, 0; @%p1 bra SPIN;", ("u64 flag",))
+    wait = kernel(
+        "ld.param.u64 %d1, [flag]; SPIN: ld.acquire.sys.global.u32 %r1, [%d1]; setp.eq.u32 %p1, %r1, 0; @%p1 bra SPIN;",
+        ("u64 flag",),
+    )
     with pytest.raises(Deadlock, match=r"GPU 0, CTA 0, thread 0\) polls"):
         machine.run([launch(wait, flag, block=1)])
 
 
 def test_trap_is_reported_with_its_place() -> None:
+    program = kernel(
+        "mov.u32 %r1, %tid.x; mov.u32 %r2, %ctaid.x; setp.eq.u32 %p1, %r1, 5; setp.eq.and.u32 %p2, %r2, 1, %p1; @%p2 trap;"
+    )
     with pytest.raises(Trap, match=r"test:\d+: `@%p2 trap` \(GPU 0, CTA 1, thread 5\)"):
-        program = kernel("mov.u32 %r1, %tid.x; mov.u32 %r2, %ctaid.x; setp.eq.u32 %p1, %r1, 5; setp.eq.and.u32 %p2, %r2, 1, %p1; @%p2 trap;")
         Machine().run([launch(program, grid=2)])
 
-
-# ---- a miniature dispatch: rows pushed to the peer, a flag a token -----------------------------------------------------
 
 TOKENS, ROW = 6, 64  # rows of 64 words: one warp a token, 8 bytes a lane
 
@@ -178,7 +188,9 @@ def run_dispatch(send: Program, receive: Program, seed: int, races: str = "error
         launches: list[Launch] = []
         for g in range(2):
             peer = 1 - g
-            launches.append(launch(send, source[g], rows[peer][half], flags[peer][half], epoch, grid=2, block=96, gpu=g))
+            launches.append(
+                launch(send, source[g], rows[peer][half], flags[peer][half], epoch, grid=2, block=96, gpu=g)
+            )
             launches.append(launch(receive, rows[g][half], flags[g][half], out[g], epoch, grid=3, block=64, gpu=g))
         machine.run(launches, seed=seed, races=races)
         if not all(torch.equal(out[g], source[1 - g]) for g in range(2)):
@@ -206,6 +218,5 @@ WEAKENED = {
 def test_each_weakened_dispatch_is_a_race_and_corrupts_rows(name: str) -> None:
     send, receive = WEAKENED[name]
     with pytest.raises(DataRace):
-        for seed in range(10):
-            run_dispatch(send, receive, seed)
+        all(run_dispatch(send, receive, seed) for seed in range(10))
     assert not all(run_dispatch(send, receive, seed, races="off") for seed in range(10))
