@@ -23,7 +23,8 @@ MULTICAST_WINDOW = 1 << 58
 class Shadow:
     """Per granule: who wrote last (−1: the host, before the run), who read last, and where the older values are.
 
-    A granule is as small as the smallest access so far; `kind` is the last write's scope (0: weak), `record` its history entry.
+    A granule is as small as the smallest access so far; `kind` is the last write's scope (0: weak), `record` its
+    history entry.
     """
 
     granule: int
@@ -61,7 +62,9 @@ class Shadow:
 
 @dataclass(eq=False)
 class Allocation:
-    """`data` is padded past `size` to a multiple of 32 bytes; `unwritten` flags bytes nobody wrote, where that is checked."""
+    """`data` is padded past `size` to a multiple of 32 bytes; `unwritten` flags bytes nobody wrote, where that is
+    checked.
+    """
 
     name: str
     base: int
@@ -153,7 +156,7 @@ class AddressMap:
     def find_multicast(self, address: int, size: int) -> tuple[Multicast, int]:
         for multicast in self.multicasts:
             offset = address - multicast.base
-            if 0 <= offset and offset + size <= multicast.size:
+            if offset >= 0 and offset + size <= multicast.size:
                 return multicast, offset
         raise OutOfBounds(f"{size} bytes at 0x{address:x} lie in no multicast object")
 

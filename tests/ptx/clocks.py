@@ -1,9 +1,10 @@
 """Vector clocks of all threads of a run: who has seen what.
 
-Thread t's clock says for every thread u up to which of u's epochs t knows u's writes; an epoch ends when u publishes (a release or a
-barrier). Clocks are rows of one matrix; threads that left a barrier together share a row, so a barrier costs one row whatever the block
-size. The last column stands for the host, which every thread has seen. A second matrix holds, for each location that was read while its
-writer was not ordered before the reader, the newest write that the thread knows (coherence).
+Thread t's clock says for every thread u up to which of u's epochs t knows u's writes; an epoch ends when u publishes
+(a release or a barrier). Clocks are rows of one matrix; threads that left a barrier together share a row, so a barrier
+costs one row whatever the block size. The last column stands for the host, which every thread has seen. A second
+matrix holds, for each location that was read while its writer was not ordered before the reader, the newest write that
+the thread knows (coherence).
 """
 
 from dataclasses import dataclass
@@ -35,7 +36,9 @@ class Clocks:
         self._next = 1
 
     def ordered(self, threads: Array, writer: Array, epoch: Array) -> Array:
-        """Whether `writer`'s write of `epoch` happens before what `threads` do now; the arrays broadcast. Writer −1 is the host."""
+        """Whether `writer`'s write of `epoch` happens before what `threads` do now; the arrays broadcast. Writer −1
+        is the host.
+        """
         return (epoch <= self.matrix[self.row[threads], writer]) | (writer == threads)
 
     def view(self, thread: int) -> View:

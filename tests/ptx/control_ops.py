@@ -132,9 +132,6 @@ def _nanosleep(program: Program, instruction: Instruction) -> Control:
     return handle
 
 
-# ---- memory order -----------------------------------------------------------------------------------------------------
-
-
 def _fence(program: Program, instruction: Instruction) -> Control | None:
     """fence.{acq_rel,sc,acquire,release}.scope, membar. fence.proxy.* are built with the asynchronous copies."""
     parts = instruction.parts
@@ -157,9 +154,6 @@ def _fence(program: Program, instruction: Instruction) -> Control | None:
         return True
 
     return handle
-
-
-# ---- CTA barriers -----------------------------------------------------------------------------------------------------
 
 
 def _barrier(program: Program, instruction: Instruction) -> Control | None:
@@ -286,8 +280,8 @@ def _ignored(program: Program, instruction: Instruction) -> Control:
 
 
 _BUILDERS: dict[str, Builder] = {
-    "brx": _indexed_branch, "ret": _leave, "exit": _leave, "trap": _trap, "brkpt": _trap, "call": _call, "nanosleep": _nanosleep,
-    "fence": _fence, "membar": _fence, "bar": _barrier, "barrier": _barrier, "griddepcontrol": _griddepcontrol,
+    "brx": _indexed_branch, "ret": _leave, "exit": _leave, "trap": _trap, "brkpt": _trap, "call": _call,
+    "nanosleep": _nanosleep, "fence": _fence, "membar": _fence, "bar": _barrier, "barrier": _barrier, "griddepcontrol": _griddepcontrol,
     "setmaxnreg": _ignored, "pmevent": _ignored,
 }  # fmt: skip
 

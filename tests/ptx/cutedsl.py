@@ -1,15 +1,18 @@
-"""Kernels as CuTeDSL compiles them: the host function runs for real, and its launches are caught instead of reaching a GPU."""
+"""Kernels as CuTeDSL compiles them: the host function runs for real, and its launches are caught instead of reaching
+a GPU.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import re
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass.cute as cute
 import torch
+from cutlass import cute
 from cutlass._mlir.execution_engine import ExecutionEngine
 
 from tests.ptx.errors import PtxError
@@ -59,7 +62,9 @@ class Compiled:
         self._load()
 
     def __call__(self, *arguments: Any, gpu: int = 0) -> list[Launch]:
-        """The launches of one host call, for GPU `gpu`. torch tensors are passed as CuTe tensors; a stream argument may be left to None."""
+        """The launches of one host call, for GPU `gpu`. torch tensors are passed as CuTe tensors; a stream argument
+        may be left to None.
+        """
         self._launches, self._gpu = [], gpu
         prepared = [self._argument(a) for a in arguments]
         pointers, keep = self._compiled.execution_args.generate_execution_args(tuple(prepared), {})
@@ -88,10 +93,10 @@ class Compiled:
             packed = (_POINTER * len(arguments))(*(ctypes.cast(a, _POINTER) for a in arguments))
             self._function(name)(packed)
 
-    # ---- the runtime that the host code calls ---------------------------------------------------------------------
-
     def _register_runtime(self) -> None:
-        """Own versions of every CUDA entry point that the module declares: launches are recorded, the rest succeed at once."""
+        """Own versions of every CUDA entry point that the module declares: launches are recorded, the rest succeed at
+        once.
+        """
         special: dict[str, Callable[..., int]] = {
             "_cudaLaunchKernelEx": self._on_launch,
             "_cudaLibraryGetKernel": self._on_get_kernel,
@@ -117,7 +122,8 @@ class Compiled:
         program = self.programs[self._names[kernel - 1]]
         self._launches.append(
             Launch(
-                program, _dim3(config.grid), _dim3(config.block), _parameters(program, arguments), self._gpu, config.dynamic_shared,
+                program, _dim3(config.grid), _dim3(config.block), _parameters(program, arguments), self._gpu,
+                config.dynamic_shared,
                 _dim3(attributes.get(_CLUSTER, [1, 1, 1])),
                 overlaps=bool(attributes.get(_OVERLAP, [0])[0]), cooperative=bool(attributes.get(_COOPERATIVE, [0])[0]),
             )
@@ -150,5 +156,6 @@ def as_cute_tensor(tensor: torch.Tensor) -> Any:
 
 
 def compile_kernel(function: Any, *arguments: Any, arch: str = "sm_90a") -> Compiled:
-    """Compiles a @cute.jit function with (fake) arguments for `arch`."""
-    return Compiled(cute.compile(function, *arguments, options=f"--gpu-arch {arch} --keep-ptx"))
+    """Compiles a @cute.jit function with (fake) arguments for `arch`: "sm_90a" or "sm_100a"."""
+    with tempfile.TemporaryDirectory(prefix="ptx-") as folder:
+        return Compiled(cute.compile(function, *arguments, options=f"--gpu-arch {arch} --keep-ptx --dump-dir {folder}"))

@@ -1,4 +1,6 @@
-"""What can go wrong in an emulated run. Every error names the kernel, the PTX line and the thread where that is known."""
+"""What can go wrong in an emulated run. Every error names the kernel, the PTX line and the thread where that is
+known.
+"""
 
 from dataclasses import dataclass
 
@@ -56,11 +58,15 @@ class NonCoherentRead(PtxError):
 
 
 class DataRace(PtxError):
-    """Two conflicting accesses, at least one a write, that nothing orders and that are not both strong at a common scope."""
+    """Two conflicting accesses, at least one a write, that nothing orders and that are not both strong at a common
+    scope.
+    """
 
 
 class WarpSyncError(PtxError):
-    """A warp-level instruction used against its rules: a lane reads one that takes no part, a lane is not in its own mask."""
+    """A warp-level instruction used against its rules: a lane reads one that takes no part, a lane is not in its own
+    mask.
+    """
 
 
 class BarrierError(PtxError):

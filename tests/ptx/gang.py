@@ -1,7 +1,8 @@
 """Execution state: CTAs, and gangs of warps that run in lockstep with a mask, splitting where they diverge.
 
-A gang is a contiguous range of a CTA's warps whose lanes are the elements of numpy arrays. Lockstep inside a gang is one legal schedule;
-gangs of one warp, of several and of whole CTAs are drawn at random, and gangs interleave at random.
+A gang is a contiguous range of a CTA's warps whose lanes are the elements of numpy arrays. Lockstep inside a gang is
+one legal schedule; gangs of one warp, of several and of whole CTAs are drawn at random, and gangs interleave at
+random.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ class Split:
 
 
 class Gang:
-    """Registers are rows of one raw matrix per width (u1 for predicates, u2, u4, u8), seen through typed views (s4, f4, …)."""
+    """Registers are rows of one raw matrix per width (u1 for predicates, u2, u4, u8), seen through typed views (s4,
+    f4, …).
+    """
 
     def __init__(self, cta: Cta, first: int, lanes: int, machine: Machine) -> None:
         self.cta, self.launch, self.machine = cta, cta.launch, machine
@@ -99,8 +102,6 @@ class Gang:
         self.effects = 0
         self.spun = False
 
-    # ---- masks ----------------------------------------------------------------------------------------------------
-
     def activate(self, mask: Array) -> None:
         self.mask = mask
         self.full = bool(mask.all())
@@ -121,8 +122,6 @@ class Gang:
         for split in self.splits:
             live |= split.mask
         return live
-
-    # ---- control --------------------------------------------------------------------------------------------------
 
     def run(self, fuel: int) -> bool:
         """Runs up to `fuel` memory instructions of one split at a time; False if nothing could run."""

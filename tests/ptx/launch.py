@@ -23,7 +23,8 @@ Dim3 = tuple[int, int, int]
 class Launch:
     """One kernel launch. `params` is the kernel's parameter block, laid out as `Program.param_offsets` says.
 
-    `overlaps` marks a programmatic dependent launch: it may start when all CTAs of the launch before it on the same GPU allow it.
+    `overlaps` marks a programmatic dependent launch: it may start when all CTAs of the launch before it on the same
+    GPU allow it.
     """
 
     program: Program
@@ -125,8 +126,6 @@ class ActiveLaunch:
         first = self.first_thread + linear * self.launch.threads
         index = (linear % gx, linear // gx % gy, linear // (gx * gy))
         return Cta(uid, index, linear, self.launch.threads, first, self, shared, live=self.launch.threads)
-
-    # ---- programmatic dependent launch ----------------------------------------------------------------------------
 
     def allow_dependents(self, cta: Cta) -> None:
         self._allowed.add(cta.linear)

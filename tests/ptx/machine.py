@@ -1,4 +1,6 @@
-"""The emulated machine: GPUs with tensors in one address space, and the scheduler that interleaves all threads of a run."""
+"""The emulated machine: GPUs with tensors in one address space, and the scheduler that interleaves all threads of a
+run.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Report:
 
 
 class Machine:
-    """Emulated GPUs. Tensors are torch CPU tensors whose storage is emulated memory, so `data_ptr()` is what kernels may be given."""
+    """Emulated GPUs. Tensors are torch CPU tensors whose storage is emulated memory, so `data_ptr()` is what kernels
+    may be given.
+    """
 
     def __init__(self, *, check_shared: bool = False) -> None:
         self.addresses = AddressMap()
@@ -42,8 +46,6 @@ class Machine:
         self.ctas: list[Cta] = []
         self._owners: dict[int, Allocation] = {}
 
-    # ---- memory ---------------------------------------------------------------------------------------------------
-
     def empty(
         self,
         shape: Sequence[int] | int,
@@ -53,7 +55,9 @@ class Machine:
         name: str = "",
         check_unwritten: bool = False,
     ) -> torch.Tensor:
-        """A tensor in emulated memory, filled with 0xA5 bytes. With `check_unwritten`, reads of bytes that no kernel wrote are errors."""
+        """A tensor in emulated memory, filled with 0xA5 bytes. With `check_unwritten`, reads of bytes that no kernel
+        wrote are errors.
+        """
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         count = int(np.prod(shape, dtype=np.int64))
         size = count * torch.empty((), dtype=dtype).element_size()
@@ -82,8 +86,6 @@ class Machine:
         self.addresses.multicasts.append(Multicast(name, base, members))
         return base
 
-    # ---- runs -----------------------------------------------------------------------------------------------------
-
     def run(
         self,
         launches: Sequence[Launch],
@@ -97,8 +99,9 @@ class Machine:
     ) -> Report:
         """Runs launches to their end: those of one GPU one after the other, in order; those of different GPUs at once.
 
-        `races` is "error", "count" or "off"; `gang_warps` fixes how many warps run in lockstep (else random); `resident` bounds the CTAs
-        that a GPU holds at once. An error carries the seed; the same seed gives the same schedule.
+        `races` is "error", "count" or "off"; `gang_warps` fixes how many warps run in lockstep (else random);
+        `resident` bounds the CTAs that a GPU holds at once. An error carries the seed; the same seed gives the same
+        schedule.
         """
         self.rng = random.Random(seed)
         self.now = 1_000_000
@@ -159,7 +162,9 @@ class Machine:
 
 
 class _Scheduler:
-    """Random turns. A turn runs a gang for a random number of memory instructions; a gang that only polls ends its turn early."""
+    """Random turns. A turn runs a gang for a random number of memory instructions; a gang that only polls ends its
+    turn early.
+    """
 
     def __init__(
         self, machine: Machine, launches: list[ActiveLaunch], gang_warps: int | None, resident: int | None
@@ -225,8 +230,9 @@ class _Scheduler:
                     split.waiting = ""
 
     def _account(self, gang: Gang, moved: bool) -> None:
-        """The clock, and the end of a run in which nobody gets on. While all only poll, time runs faster and faster, so that bounded
-        waits expire within some thousand turns."""
+        """The clock, and the end of a run in which nobody gets on. While all only poll, time runs faster and faster,
+        so that bounded waits expire within some thousand turns.
+        """
         if moved and not gang.spun:
             self.idle = 0
             self.machine.now += _TURN_NS
@@ -249,7 +255,6 @@ class _Scheduler:
             for split in gang.splits:
                 gang.activate(split.mask)
                 why = f"waits for {split.waiting}" if split.waiting else "polls"
-                lines.append(
-                    f"  {gang.site(min(split.pc, len(gang.launch.program.kernel.instructions) - 1))} {why}, {int(split.mask.sum())} threads"
-                )
+                last = len(gang.launch.program.kernel.instructions) - 1
+                lines.append(f"  {gang.site(min(split.pc, last))} {why}, {int(split.mask.sum())} threads")
         return lines

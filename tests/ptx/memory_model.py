@@ -1,9 +1,10 @@
-"""The memory model: a view machine over PTX's causality order, with scopes, and the data-race check that falls out of it.
+"""The memory model: a view machine over PTX's causality order, with scopes, and the data-race check that falls out of
+it.
 
-Memory holds each location's newest value; a history keeps older ones. A read whose newest write happens before the reader (by the clocks)
-returns it. Any other read may return any write that the reader is not yet known to be past, chosen at random: that is how a missing
-release, a missing acquire or too narrow a scope shows itself. Such a read, or write, is a data race unless both accesses are strong
-and each one's scope includes the other thread.
+Memory holds each location's newest value; a history keeps older ones. A read whose newest write happens before the
+reader (by the clocks) returns it. Any other read may return any write that the reader is not yet known to be past,
+chosen at random: that is how a missing release, a missing acquire or too narrow a scope shows itself. Such a read, or
+write, is a data race unless both accesses are strong and each one's scope includes the other thread.
 """
 
 import random
@@ -117,8 +118,6 @@ class MemoryModel:
         self._sequential: View | None = None
         self._stamp = 0
 
-    # ---- accesses -------------------------------------------------------------------------------------------------
-
     def read(self, memory: Allocation, offsets: Array, access: Access, threads: Array) -> Array:
         """The bytes that `threads` (one per offset) read: an array of words or void records of access.size."""
         if memory.unwritten is not None:
@@ -212,12 +211,12 @@ class MemoryModel:
             record.views[index] = {**inherited, **record.views.get(index, {})}
             shadow.kind[index] |= _HAS_VIEWS
 
-    # ---- synchronisation ------------------------------------------------------------------------------------------
-
     def fence(
         self, threads: Array, scope: int, *, acquire: bool = True, release: bool = True, sequential: bool = False
     ) -> None:
-        """`sequential` is fence.sc: besides, all such fences have one order, and later ones see what earlier ones saw."""
+        """`sequential` is fence.sc: besides, all such fences have one order, and later ones see what earlier ones
+        saw.
+        """
         for thread in map(int, threads):
             if sequential and self._sequential is not None:
                 self.clocks.acquire(thread, self._sequential)
@@ -234,8 +233,6 @@ class MemoryModel:
 
     def barrier(self, threads: Array) -> None:
         self.clocks.join(threads)
-
-    # ---- internals ------------------------------------------------------------------------------------------------
 
     def _granule(self, access: Access) -> int:
         return access.size if self.checks.vector_atomic else access.element
@@ -302,7 +299,9 @@ class MemoryModel:
         lane: int,
         offset: int,
     ) -> None:
-        """A read that may be stale or that has something to learn: picks a version, checks for a race, puts the bytes in place."""
+        """A read that may be stale or that has something to learn: picks a version, checks for a race, puts the bytes
+        in place.
+        """
         byte = index * shadow.granule
         flag = self._flag_ids.get((memory.base, byte))
         floor = self.clocks.floor(thread, flag) if flag is not None else 0
@@ -379,8 +378,6 @@ class MemoryModel:
             self._bytes -= freed
         return record
 
-    # ---- races ----------------------------------------------------------------------------------------------------
-
     def _unordered(self, shadow: Shadow, index: Array, thread: Array) -> tuple[Array, Array]:
         """(earlier writes, earlier reads per reader slot) that are not ordered before a write by `thread`."""
         writes = ~self.clocks.ordered(thread, shadow.writer[index], shadow.epoch[index])
@@ -420,8 +417,8 @@ class MemoryModel:
         for slot, lane, part in np.argwhere(reads & changed):
             at = int(index[lane, part])
             self._race_if_unordered(
-                memory, at * size, int(shadow.reader[slot, at]), int(shadow.read_epoch[slot, at]), int(shadow.read_kind[slot, at]),
-                access, int(thread[lane, 0]), "write", "read",
+                memory, at * size, int(shadow.reader[slot, at]), int(shadow.read_epoch[slot, at]),
+                int(shadow.read_kind[slot, at]), access, int(thread[lane, 0]), "write", "read",
             )  # fmt: skip
 
     def _check_collisions(
@@ -469,7 +466,7 @@ class MemoryModel:
             or epoch <= self.clocks.matrix[self.clocks.row[thread], other]
         ):
             return
-        strong = access.scope != WEAK and kind != WEAK
+        strong = WEAK not in (access.scope, kind)
         if strong and min(kind, access.scope) >= self.topology.common(thread, other):
             return
         self._report(memory, byte, now, thread, access.scope, earlier, other, kind)
@@ -480,8 +477,8 @@ class MemoryModel:
         self.races += 1
         if self.checks.races == "error":
             raise DataRace(
-                f"{memory.name}, byte {byte}: a {SCOPE_NAMES[scope]} {now} by {self._who(thread)} and a {SCOPE_NAMES[kind]} {earlier} by "
-                f"{self._who(other)} with nothing that orders them"
+                f"{memory.name}, byte {byte}: a {SCOPE_NAMES[scope]} {now} by {self._who(thread)} and a "
+                f"{SCOPE_NAMES[kind]} {earlier} by {self._who(other)} with nothing that orders them"
             )
 
     def _who(self, thread: int) -> str:

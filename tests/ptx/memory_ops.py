@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 
 Step = Callable[[Gang], None]
 
-_HINTS = {"ca", "cg", "cs", "lu", "cv", "wb", "wt", "L1::no_allocate", "L1::evict_first", "L1::evict_last", "L1::evict_normal",
-          "L1::evict_unchanged", "L2::evict_first", "L2::evict_last", "L2::evict_normal", "L2::cache_hint", "L2::64B", "L2::128B", "L2::256B"}  # fmt: skip
+_PRIORITIES = ("evict_first", "evict_last", "evict_normal", "evict_unchanged", "no_allocate")
+_HINTS = {
+    *("ca", "cg", "cs", "lu", "cv", "wb", "wt", "L2::cache_hint", "L2::64B", "L2::128B", "L2::256B"),
+    *(f"L{level}::{priority}" for level in (1, 2) for priority in _PRIORITIES),
+}
 _SEMANTICS = {"weak", "volatile", "relaxed", "acquire", "release", "acq_rel", "mmio"}
 _VECTORS = {"v2": 2, "v4": 4, "v8": 8}
 _FAMILY = {"ld", "ldu", "st", "atom", "red", "multimem"}
@@ -75,7 +78,8 @@ def _access(parts: tuple[str, ...], kind: Type, count: int) -> Access:
         scope = WEAK
     return Access(
         kind.bytes * count, kind.bytes, scope,
-        acquire=bool(given & {"acquire", "acq_rel"}), release=bool(given & {"release", "acq_rel"}), non_coherent="nc" in given,
+        acquire=bool(given & {"acquire", "acq_rel"}), release=bool(given & {"release", "acq_rel"}),
+        non_coherent="nc" in given,
     )  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""Conversions between float formats, on numpy arrays. All are exact or correctly rounded; NaN results are PTX's canonical NaN."""
+"""Conversions between float formats, on numpy arrays. All are exact or correctly rounded; NaN results are PTX's
+canonical NaN.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -125,7 +127,9 @@ MINI_FLOATS = {f.name: f for f in (E4M3, E5M2, E2M3, E3M2, E2M1)}
 
 
 def f32_to_ue8m0(values: Array, mode: str) -> Array:
-    """The power of two next to |value| towards zero ("rz") or upwards ("rp"), as a biased exponent; NaN is 0xFF, saturating."""
+    """The power of two next to |value| towards zero ("rz") or upwards ("rp"), as a biased exponent; NaN is 0xFF,
+    saturating.
+    """
     bits = np.abs(values).view(np.uint32)
     exponent = (bits >> np.uint32(23)).astype(np.int32)
     mantissa = bits & np.uint32(0x7FFFFF)

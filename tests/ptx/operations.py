@@ -31,7 +31,9 @@ class Operation:
 
 
 def resolve(parts: tuple[str, ...]) -> Operation | None:
-    """The operation of an opcode, or None if it is no register-to-register instruction. Raises UnknownInstruction for an unknown form."""
+    """The operation of an opcode, or None if it is no register-to-register instruction. Raises UnknownInstruction for
+    an unknown form.
+    """
     build = _BUILDERS.get(parts[0])
     if build is None:
         return None
@@ -59,8 +61,10 @@ def _arithmetic(parts: tuple[str, ...], types: list[Type], modifiers: set[str]) 
     name, kind = parts[0], types[-1]
     count = 3 if name in ("fma", "mad") else 2
     if _is_float(kind):
-        if len(types) > 1 or not _only(modifiers, _FLOAT_MODIFIERS):
+        if not _only(modifiers, _FLOAT_MODIFIERS):
             return None
+        if len(types) > 1:
+            return _mixed_arithmetic(name, types, modifiers)
         function = fl.arithmetic("fma" if name == "mad" else name, kind, modifiers)
         return Operation((kind,), (kind,) * count, function)
     if kind.name in ("u16x2", "s16x2"):
@@ -86,6 +90,20 @@ def _arithmetic(parts: tuple[str, ...], types: list[Type], modifiers: set[str]) 
         )
     function = {"add": operator.add, "sub": operator.sub}.get(name)
     return Operation((kind,), (kind, kind), function) if function and not modifiers else None
+
+
+def _mixed_arithmetic(name: str, types: list[Type], modifiers: set[str]) -> Operation | None:
+    """f32 results of f16 or bf16 first operands: add and sub (narrow, f32), fma (narrow, narrow, f32)."""
+    wide, narrow = types
+    if wide.name != "f32" or narrow.name not in ("f16", "bf16") or name not in ("add", "sub", "fma"):
+        return None
+    function = fl.arithmetic(name, wide, modifiers)
+    count = 2 if name == "fma" else 1
+
+    def run(*operands: Array) -> Array:
+        return function(*(fl.comparable(o, narrow.name) for o in operands[:count]), *operands[count:])
+
+    return Operation((wide,), (*(narrow,) * count, wide), run)
 
 
 def _integer_multiply(name: str, kind: Type, modifiers: set[str]) -> Operation | None:

@@ -4,6 +4,8 @@ import re
 import struct
 from collections.abc import Iterator
 
+from tests.ptx.errors import PtxSyntaxError
+from tests.ptx.ptx_types import ptx_type
 from tests.ptx.syntax import (
     Addr,
     Guard,
@@ -19,10 +21,9 @@ from tests.ptx.syntax import (
     Sink,
     Special,
     Sym,
+    Variable,
+    Vec,
 )
-from tests.ptx.syntax import Variable, Vec
-from tests.ptx.errors import PtxSyntaxError
-from tests.ptx.ptx_types import ptx_type
 
 _SPECIAL = re.compile(
     r"%(n?tid|n?ctaid|clusterid|nclusterid|cluster_n?ctaid)\.[xyz]$|%(laneid|warpid|nwarpid|smid|nsmid|gridid|clock|clock64|clock_hi"

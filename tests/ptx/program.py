@@ -21,7 +21,7 @@ Control = Callable[[Gang, Split], bool]
 
 
 class Program:
-    """`steps[i]` runs instruction i on a gang's active lanes; `control[i]`, where there is one, also moves the split."""
+    """`steps[i]` runs instruction i on a gang's active lanes; `control[i]`, where there is one, moves the split too."""
 
     def __init__(self, module: Module, kernel: Kernel) -> None:
         self.module, self.kernel = module, kernel

@@ -12,7 +12,9 @@ _NUMPY_FLOAT = {"f16": np.float16, "f32": np.float32, "f64": np.float64}
 
 @dataclass(frozen=True)
 class Type:
-    """`kind` is b (untyped bits), u, s, f (IEEE float), p (predicate) or x (packed or narrow float, carried as raw bits)."""
+    """`kind` is b (untyped bits), u, s, f (IEEE float), p (predicate) or x (packed or narrow float, carried as raw
+    bits).
+    """
 
     name: str
     kind: str

@@ -18,9 +18,12 @@ _REGISTERS = (
 
 
 def kernel(body: str, params: Sequence[str] = (), *, declarations: str = "") -> Program:
-    """A program of one kernel. `params` are "type name"; registers are %p (pred), %h (16), %r (32), %d (64), %f and %fd."""
+    """A program of one kernel. `params` are "type name"; registers are %p (pred), %h (16), %r (32), %d (64), %f and
+    %fd.
+    """
     listed = ", ".join(f".param .{p.split()[0]} {p.split()[1]}" for p in params)
-    text = f".version 9.4\n.target sm_90a\n.address_size 64\n{declarations}\n.visible .entry test({listed})\n{{\n{_REGISTERS}\n{body}\nret;\n}}\n"
+    head = f".version 9.4\n.target sm_90a\n.address_size 64\n{declarations}\n.visible .entry test({listed})\n"
+    text = f"{head}{{\n{_REGISTERS}\n{body}\nret;\n}}\n"
     module = parse(text)
     return Program(module, module.kernels["test"])
 

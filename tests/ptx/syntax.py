@@ -19,7 +19,9 @@ class Special:
 
 @dataclass(frozen=True)
 class Imm:
-    """A literal. For 0f and 0d literals `bits` is the pattern and `float_bits` its width; else `value` is the integer."""
+    """A literal. For 0f and 0d literals `bits` is the pattern and `float_bits` its width; else `value` is the
+    integer.
+    """
 
     value: int
     float_bits: int = 0

@@ -44,7 +44,9 @@ def build(program: Program, instruction: Instruction) -> Control | None:
 
 
 def _synchronous(program: Program, mask: Operand, exchange: Exchange) -> Control:
-    """Waits, warp by warp, until all live lanes of the member mask are here; then `exchange(gang, mask per lane)` runs."""
+    """Waits, warp by warp, until all live lanes of the member mask are here; then `exchange(gang, mask per lane)`
+    runs.
+    """
     everyone = isinstance(mask, Imm) and mask.value & ALL == ALL
     read = program.operands.read(mask, U32)
 
@@ -209,7 +211,8 @@ def _match(program: Program, instruction: Instruction) -> Exchange:
 
 
 _REDUCE: dict[str, Callable[[Array], object]] = {
-    "min": np.min, "max": np.max, "and": np.bitwise_and.reduce, "or": np.bitwise_or.reduce, "xor": np.bitwise_xor.reduce,
+    "min": np.min, "max": np.max,
+    "and": np.bitwise_and.reduce, "or": np.bitwise_or.reduce, "xor": np.bitwise_xor.reduce,
 }  # fmt: skip
 
 
