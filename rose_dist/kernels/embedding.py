@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from rose_dist.kernels import checks, jit, launch, vector
+from rose_dist.kernels import checks, jit, launch, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.dsl import TYPES, Boolean, Int32, Int64, Stream, cute, range_constexpr
 from rose_dist.kernels.variants import ROW_SHAPES, RowShape, RowTiling, tile
@@ -82,8 +82,8 @@ class Embed(jit.Kernel):
     ):  # fmt: skip
         tiling, dtype = self.tiling, TYPES[self.dtype]
         count = self.vector_bytes // self.dtype.itemsize
-        lane, _, wanted = vector.row_of_thread(tiling)
-        token = vector.min_of(wanted, tokens - 1)
+        lane, token = vector.row_of_thread(tiling)
+        ptx.exit_if(token >= tokens)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         row = Int64(vector.scalar(ids + Int64(token) * self.id_dtype.itemsize, TYPES[self.id_dtype])[0]) - first_id
@@ -95,7 +95,7 @@ class Embed(jit.Kernel):
             values.append(vector.load(source + index * self.vector_bytes, dtype, count, self.vector_bytes))
         for i in range_constexpr(tiling.vectors):
             index = vector.place(tiling, lane, i)
-            valid = Boolean(wanted < tokens) & vector.in_row(tiling, lane, i)
+            valid = Boolean(vector.in_row(tiling, lane, i))
             target = out + (Int64(token) * tiling.row_vectors + index) * self.vector_bytes
             self.copy(valid, held, target, values[i])
 

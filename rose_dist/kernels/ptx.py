@@ -113,6 +113,14 @@ def fence(scope: str, *, loc: Any = None, ip: Any = None) -> None:
 
 
 @dsl_user_op
+def exit_if(condition: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """End this thread. Later shuffles and block barriers are then among the threads that remain (PTX ISA, shfl.sync
+    and barrier: all non-exited threads)."""
+    text = "{ .reg .pred dead; setp.ne.u32 dead, $0, 0; @dead exit; }"
+    _asm(text, "r", None, Uint32(condition), loc=loc, ip=ip)
+
+
+@dsl_user_op
 def clock_ns(*, loc: Any = None, ip: Any = None) -> Any:
     """The device's nanosecond clock (u64); ticks coarsely, up to 1 us apart."""
     return Uint64(_asm("mov.u64 $0, %globaltimer;", "=l", T.i64(), loc=loc, ip=ip))

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from rose_dist.kernels import checks, jit, launch, vector
+from rose_dist.kernels import checks, jit, launch, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.dsl import (
     TYPES, Float32, Int32, Int64, Stream, const_expr, cute, range_constexpr,
@@ -274,8 +274,8 @@ class QKNormRope(jit.Kernel):
         heads = self.query_heads + self.key_heads * (2 if self.cache else 1)
         thread = cute.arch.thread_idx()[0]
         lane = thread % self.lanes
-        wanted = cute.arch.block_idx()[0] * (THREADS // self.lanes) + thread // self.lanes
-        item = vector.min_of(wanted, items - 1)
+        item = cute.arch.block_idx()[0] * (THREADS // self.lanes) + thread // self.lanes
+        ptx.exit_if(item >= items)
         token = item // heads
         head = item % heads
         is_query = head < self.query_heads
@@ -304,21 +304,20 @@ class QKNormRope(jit.Kernel):
             if positions != 0:
                 table = vector.scalar(positions + Int64(token) * 8, Int64)[0]
             parts = self.rotate(parts, cos, sin, table * table_row, lane)
-        if wanted < items:
-            if const_expr(not self.cache):
+        if const_expr(not self.cache):
+            self.write(source + lane_bytes, parts)
+        else:
+            if is_query:
                 self.write(source + lane_bytes, parts)
             else:
-                if is_query:
-                    self.write(source + lane_bytes, parts)
-                else:
-                    slot = vector.scalar(slots + Int64(token) * 8, Int64)[0]
-                    place = (slot >> Int64(block_shift)) * cache_block + Int64(key_head) * cache_head
-                    place += (slot & ((Int64(1) << Int64(block_shift)) - 1)) * cache_slot
-                    if slot >= 0:
-                        if is_value:
-                            self.write(values + place * width + lane_bytes, raw)
-                        else:
-                            self.write(keys + place * width + lane_bytes, parts)
+                slot = vector.scalar(slots + Int64(token) * 8, Int64)[0]
+                place = (slot >> Int64(block_shift)) * cache_block + Int64(key_head) * cache_head
+                place += (slot & ((Int64(1) << Int64(block_shift)) - 1)) * cache_slot
+                if slot >= 0:
+                    if is_value:
+                        self.write(values + place * width + lane_bytes, raw)
+                    else:
+                        self.write(keys + place * width + lane_bytes, parts)
 
     def normalise(self, parts, weight, eps):  # type: ignore[no-untyped-def]
         """Both halves over the head's root mean square, times the weight."""

@@ -19,7 +19,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from rose_dist.kernels import block_scale, checks, jit, launch, vector
+from rose_dist.kernels import block_scale, checks, jit, launch, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.block_scale import BlockOutput
 from rose_dist.kernels.dsl import TYPES, Boolean, Float32, Int32, Int64, Stream, cute, range_constexpr
@@ -263,27 +263,21 @@ class Quantize(jit.Kernel):
     ):  # fmt: skip
         tiling, width = self.tiling, self.dtype.itemsize
         count = self.vector_bytes // width
-        thread = cute.arch.thread_idx()[0]
-        lane = thread % tiling.threads_per_row
-        first_row = cute.arch.block_idx()[0] * tiling.rows_per_block
-        wanted_row = first_row + thread // tiling.threads_per_row
+        lane, row = vector.row_of_thread(tiling)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        live = vector.live_rows(live_rows, rows)
-        if first_row < live:
-            row = vector.min_of(wanted_row, live - 1)
-            tensor_scale = block_scale.read_global_scale(self.output, global_scale)
-            values = []
-            for i in range_constexpr(tiling.vectors):
-                address = x + (Int64(row) * x_stride + vector.place(tiling, lane, i) * count) * width
-                values.append(vector.load(address, TYPES[self.dtype], count, self.vector_bytes))
-            for i in range_constexpr(tiling.vectors):
-                valid = Boolean(wanted_row < live) & vector.in_row(tiling, lane, i)
-                wide = values[i].to(Float32)
-                block_scale.store(
-                    self.output, self.arch, [wide[j] for j in range(count)], codes, scales, row,
-                    vector.place(tiling, lane, i), padded_rows, valid, tensor_scale,
-                )  # fmt: skip
+        ptx.exit_if(row >= vector.live_rows(live_rows, rows))
+        tensor_scale = block_scale.read_global_scale(self.output, global_scale)
+        values = []
+        for i in range_constexpr(tiling.vectors):
+            address = x + (Int64(row) * x_stride + vector.place(tiling, lane, i) * count) * width
+            values.append(vector.load(address, TYPES[self.dtype], count, self.vector_bytes))
+        for i in range_constexpr(tiling.vectors):
+            wide = values[i].to(Float32)
+            block_scale.store(
+                self.output, self.arch, [wide[j] for j in range(count)], codes, scales, row,
+                vector.place(tiling, lane, i), padded_rows, Boolean(vector.in_row(tiling, lane, i)), tensor_scale,
+            )  # fmt: skip
 
 
 def decoded_count(arch: Arch, dtype: torch.dtype) -> int:
@@ -316,10 +310,8 @@ class Dequantize(jit.Kernel):
     ):  # fmt: skip
         tiling, source = self.tiling, self.source
         count = decoded_count(self.arch, self.dtype)
-        thread = cute.arch.thread_idx()[0]
-        lane = thread % tiling.threads_per_row
-        wanted_row = cute.arch.block_idx()[0] * tiling.rows_per_block + thread // tiling.threads_per_row
-        row = vector.min_of(wanted_row, rows - 1)
+        lane, row = vector.row_of_thread(tiling)
+        ptx.exit_if(row >= rows)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         tensor_scale = block_scale.read_global_scale(source, global_scale)
@@ -330,7 +322,7 @@ class Dequantize(jit.Kernel):
             wide_scales.append(block_scale.load_scale(source, scales, row, index * count, padded_rows, tensor_scale))
         for i in range_constexpr(tiling.vectors):
             index = vector.place(tiling, lane, i)
-            valid = Boolean(wanted_row < rows) & vector.in_row(tiling, lane, i)
+            valid = Boolean(vector.in_row(tiling, lane, i))
             values = block_scale.decode(source.format, self.arch, words[i], wide_scales[i])
             vector.store_scalars_if(
                 valid, out + (Int64(row) * source.columns + index * count) * self.dtype.itemsize,

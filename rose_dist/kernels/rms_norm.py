@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from rose_dist.kernels import block_scale, checks, jit, launch, vector
+from rose_dist.kernels import block_scale, checks, jit, launch, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.block_scale import BlockOutput
 from rose_dist.kernels.dsl import (
@@ -203,11 +203,8 @@ class RMSNorm(jit.Kernel):
         rows: Int32, eps: Float32,
     ):  # fmt: skip
         tiling, count, width = self.tiling, self.count, self.dtype.itemsize
-        thread = cute.arch.thread_idx()[0]
-        lane = thread % tiling.threads_per_row
-        wanted_row = cute.arch.block_idx()[0] * tiling.rows_per_block + thread // tiling.threads_per_row
-        # Lanes beyond the last row repeat it and store nothing: a shuffle needs the whole warp.
-        row = vector.min_of(wanted_row, rows - 1)
+        lane, row = vector.row_of_thread(tiling)
+        ptx.exit_if(row >= rows)
         weights = []
         for i in range_constexpr(tiling.vectors):
             index = vector.place(tiling, lane, i)
@@ -238,7 +235,7 @@ class RMSNorm(jit.Kernel):
         cute.arch.griddepcontrol_launch_dependents()
         for i in range_constexpr(tiling.vectors):
             index = vector.place(tiling, lane, i)
-            valid = Boolean(wanted_row < rows) & vector.in_row(tiling, lane, i)
+            valid = Boolean(vector.in_row(tiling, lane, i))
             w = weights[i].to(Float32)
             if const_expr(self.weight_bias != 0.0):
                 w = w + Float32(self.weight_bias)

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from rose_dist.kernels import block_scale, checks, jit, launch, vector
+from rose_dist.kernels import block_scale, checks, jit, launch, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.block_scale import BlockOutput
 from rose_dist.kernels.dsl import (
@@ -208,38 +208,36 @@ class GatedActivation(jit.Kernel):
     ):  # fmt: skip
         tiling, width, count = self.tiling, self.dtype.itemsize, self.count
         columns = tiling.row_vectors * count
-        lane, first_row, wanted_row = vector.row_of_thread(tiling)
+        lane, row = vector.row_of_thread(tiling)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        live = vector.live_rows(live_rows, rows)
-        if first_row < live:
-            row = vector.min_of(wanted_row, live - 1)
-            expert = Int32(0)
-            if experts != 0:
-                expert = vector.scalar(experts + Int64(row) * 4, Int32)[0]
-            used = Boolean(wanted_row < live) & (expert >= 0)
-            tensor_scale = block_scale.read_global_scale(self.output, global_scale)
-            source = gate_up + Int64(row) * stride * width
-            bias_source = bias + Int64(vector.max_of(expert, Int32(0))) * (2 * columns * width)
-            inputs, biases = [], []
-            for i in range_constexpr(tiling.vectors):
-                index = vector.place(tiling, lane, i)
-                inputs.append(self.load_pair(source, index, columns))
-                if const_expr(self.bias):
-                    biases.append(self.load_pair(bias_source, index, columns))
-            for i in range_constexpr(tiling.vectors):
-                index = vector.place(tiling, lane, i)
-                valid = used & vector.in_row(tiling, lane, i)
-                results = self.results(inputs[i], biases[i] if self.bias else None, alpha, limit)
-                if const_expr(self.output is not None):
-                    block_scale.store(
-                        self.output, self.arch, results, out, scales, row, index, padded_rows, valid, tensor_scale
-                    )
-                else:
-                    vector.store_scalars_if(
-                        valid, out + (Int64(row) * columns + index * count) * width, results, TYPES[self.dtype],
-                        self.vector_bytes,
-                    )  # fmt: skip
+        ptx.exit_if(row >= vector.live_rows(live_rows, rows))
+        expert = Int32(0)
+        if experts != 0:
+            expert = vector.scalar(experts + Int64(row) * 4, Int32)[0]
+        ptx.exit_if(expert < 0)
+        tensor_scale = block_scale.read_global_scale(self.output, global_scale)
+        source = gate_up + Int64(row) * stride * width
+        bias_source = bias + Int64(expert) * (2 * columns * width)
+        inputs, biases = [], []
+        for i in range_constexpr(tiling.vectors):
+            index = vector.place(tiling, lane, i)
+            inputs.append(self.load_pair(source, index, columns))
+            if const_expr(self.bias):
+                biases.append(self.load_pair(bias_source, index, columns))
+        for i in range_constexpr(tiling.vectors):
+            index = vector.place(tiling, lane, i)
+            valid = Boolean(vector.in_row(tiling, lane, i))
+            results = self.results(inputs[i], biases[i] if self.bias else None, alpha, limit)
+            if const_expr(self.output is not None):
+                block_scale.store(
+                    self.output, self.arch, results, out, scales, row, index, padded_rows, valid, tensor_scale
+                )
+            else:
+                vector.store_scalars_if(
+                    valid, out + (Int64(row) * columns + index * count) * width, results, TYPES[self.dtype],
+                    self.vector_bytes,
+                )  # fmt: skip
 
     def load_pair(self, row, index, columns):  # type: ignore[no-untyped-def]
         """The two vectors that a vector of results comes from."""

@@ -133,11 +133,11 @@ def select(condition: Any, a: Any, b: Any) -> Any:
     return cutlass.cutlass_dsl.select_(condition, a, b)
 
 
-def row_of_thread(tiling: RowTiling) -> tuple[Any, Any, Any]:
-    """This thread's lane in its row, the block's first row, and the thread's row, possibly beyond the last."""
+def row_of_thread(tiling: RowTiling) -> tuple[Any, Any]:
+    """This thread's lane in its row, and its row, possibly beyond the last."""
     thread = cute.arch.thread_idx()[0]
-    first_row = cute.arch.block_idx()[0] * tiling.rows_per_block
-    return thread % tiling.threads_per_row, first_row, first_row + thread // tiling.threads_per_row
+    row = cute.arch.block_idx()[0] * tiling.rows_per_block + thread // tiling.threads_per_row
+    return thread % tiling.threads_per_row, row
 
 
 def in_row(tiling: RowTiling, lane: Any, step: int) -> Any:
