@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from rose_dist.kernels import qk_norm
+
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotate the NeoX halves of every head in place: (a, b) → (a·cos − b·sin, b·cos + a·sin).
