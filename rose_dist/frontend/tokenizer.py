@@ -16,6 +16,8 @@ from typing import Any
 
 import tokenizers
 
+from rose_dist.errors import RoseError
+
 _LOSSY_UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
