@@ -95,8 +95,8 @@ class Server:
         found = {}
         for process in self.family():
             variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-            rank = next((v.split(b"=")[1] for v in variables if v.startswith(b"OMPI_COMM_WORLD_RANK=")), None)
-            if rank is not None and b"rose_dist.frontend" not in Path(f"/proc/{process}/cmdline").read_bytes():
+            rank = next((v.partition(b"=")[2] for v in variables if v.startswith(b"OMPI_COMM_WORLD_RANK=")), None)
+            if rank is not None and b"-m\0rose_dist\0serve" in Path(f"/proc/{process}/cmdline").read_bytes():
                 found[int(rank)] = process
         return found
 
