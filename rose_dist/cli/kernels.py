@@ -7,26 +7,22 @@ from collections.abc import Sequence
 
 import click
 
+from rose_dist.kernels import binary, dsl, jit, registry
+from rose_dist.kernels.arch import ARCHS
+
 
 @click.command("kernels")
 @click.option("--arch", "names", multiple=True, help="sm_90a, sm_100a or sm_103a; default: sm_90a and sm_100a.")
 @click.option("--only", default="", help="Only kernels whose label contains this.")
-def kernels(names: Sequence[str], only: str) -> None:
+def command(names: Sequence[str], only: str) -> None:
     """Compile all kernels without a GPU and print registers, stack and access widths.
 
     Exits with status 1 if a kernel spills registers.
     """
-    from rose_dist.kernels import binary, dsl, jit, registry  # noqa: PLC0415
-    from rose_dist.kernels.arch import ARCHS  # noqa: PLC0415
-    from rose_dist.kernels.errors import MissingToolchainError  # noqa: PLC0415
-
     unknown = sorted(set(names) - set(ARCHS))
     if unknown:
         raise click.BadParameter(f"{', '.join(unknown)}: choose from {', '.join(ARCHS)}", param_hint="--arch")
-    try:
-        dsl.require()
-    except MissingToolchainError as error:
-        raise click.ClickException(str(error)) from error
+    dsl.require()
     click.echo(f"{'regs':>4} {'stack':>5} {'load':>4} {'store':>5} {'ms':>5}  kernel")
     count, seconds, spilled = 0, 0.0, []
     for name in names or ("sm_90a", "sm_100a"):

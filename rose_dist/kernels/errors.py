@@ -1,7 +1,9 @@
 """What kernels raise before any launch."""
 
+from rose_dist.errors import RoseError
 
-class KernelError(Exception):
+
+class KernelError(RoseError):
     """Base of the errors of `rose_dist.kernels`."""
 
 

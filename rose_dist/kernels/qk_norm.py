@@ -100,9 +100,9 @@ def qk_norm_rope_cache(
         stored[place] = new[live].to(stored.dtype)
 
 
-def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotary: Rotary) -> None:
-    """Rotate every head of `q` and `k` on the GPU in place; shapes as in `qk_norm_rope_cache`, a row a token."""
-    _launch(q, k, cos=cos, sin=sin, rotary=rotary)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, rotary: Rotary) -> None:
+    """Rotate every head of `x` [tokens, heads, head_dim] on the GPU in place; row t of cos and sin serves token t."""
+    _launch(x, x[:, :0], cos=cos, sin=sin, rotary=rotary)
 
 
 def _reference_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -14,6 +14,9 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         x: [tokens, heads, head_dim], the query heads and the key heads side by side.
         cos, sin: [tokens, 1, head_dim / 2], of the same dtype, already scaled by YaRN's concentration.
     """
+    if x.is_cuda:
+        qk_norm.rotate(x, cos.squeeze(1), sin.squeeze(1), qk_norm.Rotary.NEOX)
+        return
     first, second = x.chunk(2, dim=-1)
     rotated = (first * cos).addcmul_(second, sin, value=-1)
     second.mul_(cos).addcmul_(first, sin)
