@@ -14,7 +14,7 @@ from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.dsl import Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr, cute, cutlass
 from rose_dist.kernels.formats import E4M3_MAX, MIN_AMAX, BlockFormat, Element, Scale, ScaleLayout
 
-_INFINITY = 0x7F800000
+_INFINITY, _NAN = 0x7F800000, 0x7FC00000
 _E8M0_NAN = 0xFF
 _E4M3_NAN = 0x7F
 
@@ -58,12 +58,13 @@ def encode(format: BlockFormat, arch: Arch, values: list[Any], global_scale: Any
     """
     lanes = max(format.block // len(values), 1)
     largest = vector.group_max(vector.largest_magnitude(values), lanes)
+    finite = largest < Uint32(_INFINITY)
     if format.scale is Scale.FP32:
-        # A NaN or an infinity spoils the scale and so shows in the whole block.
-        scale = ptx.from_bits(vector.max_u32(largest, ptx.bits(Float32(MIN_AMAX)))) * Float32(1.0 / E4M3_MAX)
+        # A NaN or an infinity spoils the whole block, so that it shows.
+        largest = vector.max_u32(largest, ptx.bits(Float32(MIN_AMAX)))
+        scale = ptx.from_bits(vector.select(finite, largest, Uint32(_NAN))) * Float32(1.0 / E4M3_MAX)
         inverse = ptx.reciprocal(scale)
         return _pack(format.element, arch, [value * inverse for value in values]), scale
-    finite = largest < Uint32(_INFINITY)
     if format.scale is Scale.E8M0:
         exponent = _shared_exponent(format, largest)
         inverse = ptx.from_bits((Uint32(254) - exponent) << Uint32(23))

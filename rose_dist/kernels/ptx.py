@@ -210,8 +210,16 @@ def add_shared(address: Any, value: Any, *, loc: Any = None, ip: Any = None) -> 
 
 @dsl_user_op
 def reciprocal(a: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """1 / a in fp32, rounded to nearest even as IEEE 754 has it."""
-    return Float32(_asm("rcp.rn.f32 $0, $1;", "=f,f", T.f32(), Float32(a), volatile=False, loc=loc, ip=ip))
+    """1 / a in fp32, rounded to nearest even, for 2^−125 ≤ |a| ≤ 2^125; NaN for infinities and NaN.
+
+    One Newton step from the approximation, which is what `rcp.rn` does in that range; its way out for the rest is a
+    call, and a call costs a stack.
+    """
+    text = (
+        "{ .reg .f32 guess, error; rcp.approx.ftz.f32 guess, $1; neg.f32 error, $1; "
+        "fma.rn.f32 error, error, guess, 0f3F800000; fma.rn.f32 $0, guess, error, guess; }"
+    )
+    return Float32(_asm(text, "=f,f", T.f32(), Float32(a), volatile=False, loc=loc, ip=ip))
 
 
 @dsl_user_op

@@ -301,8 +301,9 @@ class QKNormRope(jit.Kernel):
             parts = self.normalise(parts, vector.select(is_query, q_weight, k_weight) + lane_bytes, eps)
         if const_expr(self.rotary is not Rotary.NONE):
             table = Int64(token)
-            if positions != 0:
-                table = vector.scalar(positions + Int64(token) * 8, Int64)[0]
+            if const_expr(self.cache):
+                if positions != 0:
+                    table = vector.scalar(positions + Int64(token) * 8, Int64)[0]
             parts = self.rotate(parts, cos, sin, table * table_row, lane)
         if const_expr(not self.cache):
             self.write(source + lane_bytes, parts)

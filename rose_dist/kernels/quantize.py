@@ -2,7 +2,8 @@
 
 The rules, in fp32 with one rounding a step, so that reference and kernel agree bit for bit:
 
-- FP8: scale = max(|x|…, 1e-10) · (1 / 448), code = e4m3(x · (1 / scale)). A NaN or infinity makes its block NaN or 0 · inf.
+- FP8: scale = max(|x|…, 1e-10) · (1 / 448), code = e4m3(x · (1 / scale)). A NaN or an
+  infinity makes its scale and all codes of its block NaN.
 - E8M0 scales: 2^k with k = floor(log2(max|x|)) − emax (OCP MX 6.3), or the least k that clips nothing; codes are
   x / 2^k, to nearest even, saturating. k below −127 becomes −127. A block with a NaN or an infinity gets the NaN scale
   (255) and zero codes, so that the damage shows.
@@ -155,6 +156,7 @@ def reference(x: Tensor, format: BlockFormat, global_scale: Tensor | None = None
     finite = largest.isfinite()
     if format.scale is Scale.FP32:
         scales = largest.clamp(min=MIN_AMAX) * (1.0 / E4M3_MAX)
+        scales = torch.where(finite, scales, torch.nan)
         scaled = values * (1.0 / scales)[..., None]
         stored = scales
     else:

@@ -43,7 +43,7 @@ def define_block(block: np.ndarray, format: BlockFormat, global_scale: float) ->
     f32 = np.float32
     largest = float(np.max(np.abs(block)))
     if format.scale is Scale.FP32:
-        scale = f32(max(largest, f32(1e-10)) if not math.isnan(largest) else largest) * f32(1 / 448)
+        scale = f32(max(largest, f32(1e-10)) if math.isfinite(largest) else math.nan) * f32(1 / 448)
         scaled = block * (f32(1) / scale)
         return [0x7F if np.isnan(v) else nearest(float(v), format.element) for v in scaled], float(scale)
     if not math.isfinite(largest):
