@@ -25,7 +25,6 @@ _CACHES = (
 )  # fmt: skip
 
 _EMPTY = torch.empty
-_STREAM = CUstream(0)
 
 
 class EmulatedTensor(torch.Tensor):
@@ -38,6 +37,11 @@ class EmulatedTensor(torch.Tensor):
 def compiled(kernel: jit.Kernel) -> Compiled:
     """The kernel with its host code, ready to be interpreted."""
     return Compiled(cute.compile(kernel, *kernel.arguments(), options=f"--gpu-arch {kernel.arch} --keep-ptx"))
+
+
+def stream() -> CUstream:
+    """The default stream, as a kernel's last argument."""
+    return CUstream(0)
 
 
 class Emulator:
@@ -77,7 +81,7 @@ class Emulator:
         """What `launch.run` does, interpreted."""
         self.kernels.append(kernel)
         numbers = [launch.address(a) if isinstance(a, torch.Tensor) or a is None else a for a in arguments]
-        self.machine.run(compiled(kernel)(*numbers, _STREAM), seed=self.seed)
+        self.machine.run(compiled(kernel)(*numbers, stream()), seed=self.seed)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, arch: Arch, sms: int = 4) -> Emulator:
