@@ -96,9 +96,17 @@ def time_call(call: Call, budget_s: float = 0.25) -> Time:
 
 def copy_rate(size: int) -> float:
     """TB/s of a device-to-device copy that moves `size` bytes, read and written counted."""
-    source = torch.randint(255, (size // 2,), dtype=torch.uint8, device=CUDA)
+    source = torch.randn(size // 8, device=CUDA)
     target = torch.empty_like(source)
-    return size / time_call(lambda: target.copy_(source)).median / 1e6
+    samples = []
+    for _ in range(20):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        samples.append(begin.elapsed_time(end) * 1e3)
+    return size / statistics.median(samples[2:]) / 1e6
 
 
 def bf16(*shape: int) -> torch.Tensor:
@@ -138,6 +146,10 @@ def norms(peers: "Peers") -> Iterator[Case]:
 
                 moved = int(3.5 * size) + rows * format.blocks(hidden) * format.scale.bytes
                 yield Case(f"add_rms_norm_{format}", shape, fused, moved, {"ours apart": apart})
+            fused = functools.partial(rms_norm_quantized, x, weight, EPS, FP8)
+            two = functools.partial(lambda x, weight: quantize(rms_norm(x, weight, EPS), FP8), x, weight)
+            moved = int(1.5 * size) + rows * FP8.blocks(hidden) * 4
+            yield Case("rms_norm_fp8", shape, fused, moved, {"ours apart": two})
 
 
 def qk_norms(peers: Peers) -> Iterator[Case]:
@@ -328,7 +340,7 @@ def barriers() -> dict[str, float]:
     for blocks in (16, 66, torch.cuda.get_device_properties(0).multi_processor_count):
         times = []
         for repeats in (100, 1100):
-            loaded = jit.load(probe.GridBarriers(arch, repeats))
+            loaded = jit.load(probe.GridBarriers(arch, repeats, work=False))
             counter = torch.zeros(1, dtype=torch.int32, device=CUDA)
             slots = torch.zeros(blocks, dtype=torch.int32, device=CUDA)
             samples = []
@@ -429,8 +441,8 @@ def table(result: dict[str, Any]) -> str:
         f"# Kernels on {result['machine']['gpu']}",
         "",
         f"`{result['command']}`, {result['date']}, driver {result['machine']['driver']}, torch {result['machine']['torch']}.",
-        f"Copy rate in this run: {result['copy_tb_s']['4 GiB']:.2f} TB/s (4 GiB), "
-        f"{result['copy_tb_s']['512 MiB']:.2f} TB/s (512 MiB). Times are us a call in a CUDA graph, median (spread p10-p90).",
+        f"Copy rate in this run (bytes read and written): {result['copy_tb_s']['4 GiB']:.2f} TB/s for 4 GiB of traffic, "
+        f"{result['copy_tb_s']['512 MiB']:.2f} TB/s for 512 MiB; shares are of the first. Times are us a call in a CUDA graph, median (spread p10-p90).",
         "",
         "| kernel | shape | us | TB/s | of copy rate | peers, us |",
         "|---|---|---|---|---|---|",
@@ -475,7 +487,7 @@ def main() -> None:
         "command": "python " + " ".join(["benchmarks/kernels.py", *(a for a in sys.argv[1:] if not a.startswith("/"))]),
         "date": time.strftime("%Y-%m-%d"),
         "machine": {**describe_machine(), "peers": ", ".join(peers.found)},
-        "copy_tb_s": {"4 GiB": copy_rate(4 << 30), "512 MiB": copy_rate(512 << 20)},
+        "copy_tb_s": {"4 GiB": copy_rate(4 << 30), "1 GiB": copy_rate(1 << 30), "512 MiB": copy_rate(512 << 20)},
         "cases": [],
     }
 
