@@ -246,6 +246,8 @@ def routers(peers: Peers) -> Iterator[Case]:
     ):
         for tokens in (1, 8, 32, 128, 4096):
             logits = torch.randn(tokens, experts, device=CUDA)
+            if bias is None:
+                logits = logits.to(BF16)
 
             def topk(logits: Any = logits, k: int = router.k) -> Any:
                 values, ids = logits.topk(k)

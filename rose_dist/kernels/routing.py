@@ -212,6 +212,11 @@ class Route(jit.Kernel):
         """Experts a lane."""
         return -(-self.experts // WARP)
 
+    @property
+    def unique_keys(self) -> bool:
+        """bf16 preferences leave the lower half of a key to the expert, so that one maximum names it."""
+        return self.dtype is torch.bfloat16 and self.score is not Score.SIGMOID
+
     @cute.jit
     def __call__(
         self, logits: Int64, stride: Int64, bias: Int64, ids: Int64, weights: Int64, counts: Int64, live_rows: Int64,
@@ -337,7 +342,10 @@ class Route(jit.Kernel):
         keys = cute.make_rmem_tensor(self.per_lane, Uint32)
         for j in range_constexpr(self.per_lane):
             exists = lane * self.per_lane + j < self.experts
-            keys[j] = vector.select(exists, _key(preferences[j]), Uint32(0))
+            key = _key(preferences[j])
+            if const_expr(self.unique_keys):
+                key = (key & Uint32(0xFFFF0000)) | (Uint32(0xFFFF) - Uint32(lane * self.per_lane + j))
+            keys[j] = vector.select(exists, key, Uint32(0))
         if const_expr(self.groups > 1):
             eligible = self.group_eligible(preferences, lane)
             for j in range_constexpr(self.per_lane):
@@ -358,6 +366,10 @@ class Route(jit.Kernel):
         for j in range(1, self.per_lane):
             best = vector.max_u32(best, keys[j])
         best = cute.arch.warp_redux_sync(best, "umax")
+        if self.unique_keys:
+            for j in range(self.per_lane):
+                keys[j] = vector.select(keys[j] == best, Uint32(0), keys[j])
+            return vector.select(lane == i, Int32(Uint32(0xFFFF) - (best & Uint32(0xFFFF))), chosen)
         mine = Uint32(self.experts)
         for j in reversed(range(self.per_lane)):
             mine = vector.select(keys[j] == best, Uint32(lane * self.per_lane + j), mine)
