@@ -18,6 +18,7 @@ from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.dsl import (
     TYPES, Boolean, Float32, Int32, Int64, Stream, const_expr, cute, range_constexpr,
 )  # fmt: skip
+from rose_dist.kernels.variants import QK_HEADS_EACH
 
 HEAD_DIMS = (64, 128, 256)
 THREADS = 128
@@ -138,11 +139,15 @@ def _launch(
     steps += [t.data_ptr() for t in (q, k, v, *stored) if t is not None]
     vector_bytes = vector.widest(device.arch, head_dim * q.element_size() // 2, *steps)
     table_dtype = torch.float32 if cos is None else cos.dtype
+    heads = query_heads + key_heads * (2 if cache else 1)
+    each = QK_HEADS_EACH.select(tokens * heads // device.sms)
+    if query_heads % each or key_heads % each:
+        each = 1
     launcher = _launcher(
         device.arch, q.dtype, table_dtype, query_heads, key_heads, head_dim, vector_bytes, norm is not None, rotary,
-        cache is not None,
+        cache is not None, each,
     )  # fmt: skip
-    items = tokens * (query_heads + key_heads * (2 if cache else 1))
+    items = tokens * heads // each
     block_size, cache_strides = _cache_shape(cache)
     weights = norm or (None, None, 0.0)
     launch.run(
@@ -215,11 +220,10 @@ def _check_cache(cache: PagedCache, k: Tensor) -> None:
 @cache
 def _launcher(
     arch: Arch, dtype: torch.dtype, table_dtype: torch.dtype, query_heads: int, key_heads: int, head_dim: int,
-    vector_bytes: int, norm: bool, rotary: Rotary, cache: bool,
+    vector_bytes: int, norm: bool, rotary: Rotary, cache: bool, heads_each: int,
 ) -> jit.Launcher:  # fmt: skip
-    return jit.load(
-        QKNormRope(arch, dtype, table_dtype, query_heads, key_heads, head_dim, vector_bytes, norm, rotary, cache)
-    )
+    heads = (query_heads, key_heads, head_dim)
+    return jit.load(QKNormRope(arch, dtype, table_dtype, *heads, vector_bytes, norm, rotary, cache, heads_each))
 
 
 @dataclass(frozen=True)
@@ -236,7 +240,7 @@ class QKNormRope(jit.Kernel):
     norm: bool
     rotary: Rotary
     cache: bool
-    heads_each: int = 1
+    heads_each: int
     """Neighbouring heads, all of q, of k or of v, that a group of lanes takes; they share positions and tables."""
 
     @property

@@ -90,6 +90,10 @@ def tile(row_vectors: int, vector_bytes: int, shape: RowShape, *, group: int = 1
     return RowTiling(row_vectors, threads_per_row, max(1, shape.threads // threads_per_row))
 
 
+QK_HEADS_EACH = Ranges((0, 512), (1, 2))
+"""Heads that a group of lanes takes, by heads for every SM: more share a table's row, fewer spread wider."""
+
+
 @dataclass(frozen=True)
 class RouterShape:
     """How tokens are spread over warps."""
