@@ -59,6 +59,7 @@ def require() -> None:
 
 
 __all__ = [
-    "INSTALLED", "TYPES", "BFloat16", "Boolean", "Float16", "Float32", "Int16", "Int32", "Int64", "Stream", "T", "Uint8", "Uint16",
-    "Uint32", "Uint64", "const_expr", "cute", "cutlass", "dsl_user_op", "ir", "llvm", "range_constexpr", "require",
+    "INSTALLED", "TYPES", "BFloat16", "Boolean", "Float16", "Float32", "Int16", "Int32", "Int64", "Stream", "T",
+    "Uint8", "Uint16", "Uint32", "Uint64", "const_expr", "cute", "cutlass", "dsl_user_op", "ir", "llvm",
+    "range_constexpr", "require",
 ]  # fmt: skip

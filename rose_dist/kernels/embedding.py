@@ -70,7 +70,7 @@ class Embed(jit.Kernel):
     def __call__(
         self, ids: Int64, table: Int64, stride: Int64, out: Int64, first_id: Int64, held_ids: Int64, tokens: Int32,
         stream: Stream,
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         blocks = (tokens + (self.tiling.rows_per_block - 1)) // self.tiling.rows_per_block
         self.kernel(ids, table, stride, out, first_id, held_ids, tokens).launch(
             grid=[blocks, 1, 1], block=[self.tiling.threads, 1, 1], stream=stream, use_pdl=True
@@ -79,7 +79,7 @@ class Embed(jit.Kernel):
     @cute.kernel
     def kernel(
         self, ids: Int64, table: Int64, stride: Int64, out: Int64, first_id: Int64, held_ids: Int64, tokens: Int32
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         tiling, dtype = self.tiling, TYPES[self.dtype]
         count = self.vector_bytes // self.dtype.itemsize
         lane, token = vector.row_of_thread(tiling)

@@ -18,7 +18,7 @@ def device(tensor: Tensor) -> DeviceInfo:
 
 
 def run(launcher: Launcher, on: Tensor, *arguments: Any) -> None:
-    """Launch on the current stream of the GPU that holds `on`; `arguments` are numbers and tensors (None: address 0)."""
+    """Launch on the current stream of the GPU that holds `on`; `arguments` are numbers and tensors (None is 0)."""
     index = on.device.index
     stream = torch._C._cuda_getCurrentRawStream(index)
     numbers = [address(a) if isinstance(a, Tensor) or a is None else a for a in arguments]
@@ -35,8 +35,8 @@ def address(tensor: Tensor | None) -> int:
 
 
 def empty_quantized(
-    format: BlockFormat, layout: ScaleLayout, rows: int, columns: int, device: torch.device
+    fmt: BlockFormat, layout: ScaleLayout, rows: int, columns: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Unwritten codes [rows, code columns] and scales in `layout` for [rows, columns] values."""
-    codes = torch.empty(rows, format.code_columns(columns), dtype=format.codes_dtype(), device=device)
-    return codes, layout.empty(format, rows, columns, device)
+    codes = torch.empty(rows, fmt.code_columns(columns), dtype=fmt.codes_dtype(), device=device)
+    return codes, layout.empty(fmt, rows, columns, device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,15 @@ from torch import Tensor
 from rose_dist.kernels import checks, jit, launch, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.dsl import (
-    TYPES, Boolean, Float32, Int32, Int64, Stream, const_expr, cute, range_constexpr,
+    TYPES,
+    Boolean,
+    Float32,
+    Int32,
+    Int64,
+    Stream,
+    const_expr,
+    cute,
+    range_constexpr,
 )  # fmt: skip
 from rose_dist.kernels.variants import heads_each
 
@@ -259,7 +268,7 @@ class QKNormRope(jit.Kernel):
         v_token: Int64, v_head: Int64, q_weight: Int64, k_weight: Int64, cos: Int64, sin: Int64, table_row: Int64,
         positions: Int64, slots: Int64, keys: Int64, values: Int64, cache_block: Int64, cache_slot: Int64,
         cache_head: Int64, block_shift: Int32, items: Int32, eps: Float32, stream: Stream,
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         heads_per_block = THREADS // self.lanes
         self.kernel(
             q, q_token, q_head, k, k_token, k_head, v, v_token, v_head, q_weight, k_weight, cos, sin, table_row,
@@ -275,7 +284,7 @@ class QKNormRope(jit.Kernel):
         v_token: Int64, v_head: Int64, q_weight: Int64, k_weight: Int64, cos: Int64, sin: Int64, table_row: Int64,
         positions: Int64, slots: Int64, keys: Int64, values: Int64, cache_block: Int64, cache_slot: Int64,
         cache_head: Int64, block_shift: Int32, items: Int32, eps: Float32,
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         width, each = self.dtype.itemsize, self.heads_each
         groups = (self.query_heads + self.key_heads * (2 if self.cache else 1)) // each
         thread = cute.arch.thread_idx()[0]
@@ -313,13 +322,18 @@ class QKNormRope(jit.Kernel):
             target_stride = vector.select(is_query, stride, cache_head)
             slot = vector.select(is_query, Int64(0), slot)
         for i in range_constexpr(each):
-            self.finish(
-                raw[i], weights, turns, target + Int64(i) * target_stride * width, is_value, slot >= 0, eps
-            )
+            self.finish(raw[i], weights, turns, target + Int64(i) * target_stride * width, is_value, slot >= 0, eps)
 
     @cute.jit
     def finish(
-        self, raw: list, weights: list, turns: list, target: Int64, is_value: Boolean, wanted: Boolean, eps: Float32
+        self,
+        raw: list[Any],
+        weights: list[Any],
+        turns: list[Any],
+        target: Int64,
+        is_value: Boolean,
+        wanted: Boolean,
+        eps: Float32,
     ) -> None:
         """Norm, rotate and store one head; values are stored as they are."""
         parts = [raw[0].to(Float32), raw[1].to(Float32)]
@@ -336,20 +350,20 @@ class QKNormRope(jit.Kernel):
             else:
                 self.write(target, parts)
 
-    def load_halves(self, address):  # type: ignore[no-untyped-def]
+    def load_halves(self, address: Any) -> Any:
         """This lane's vector of each half of a head."""
         half_bytes = self.head_dim // 2 * self.dtype.itemsize
         return [
             vector.load(address + i * half_bytes, TYPES[self.dtype], self.count, self.vector_bytes) for i in range(2)
         ]
 
-    def normalise(self, parts, weights, eps):  # type: ignore[no-untyped-def]
+    def normalise(self, parts: Any, weights: Any, eps: Any) -> Any:
         """Both halves over the head's root mean square, times the weight."""
         squares = vector.group_sum(vector.square_sum(parts[0]) + vector.square_sum(parts[1]), self.lanes)
         inverse = cute.math.rsqrt(squares * Float32(1.0 / self.head_dim) + eps)
         return [part * inverse * w.to(Float32) for part, w in zip(parts, weights, strict=True)]
 
-    def load_turns(self, cos, sin, row, lane):  # type: ignore[no-untyped-def]
+    def load_turns(self, cos: Any, sin: Any, row: Any, lane: Any) -> Any:
         """(cosines, sines) for this lane's pairs: one such of whole vectors, or one of half vectors for each half."""
         if self.rotary is Rotary.NEOX:
             return [[self.angles(table, row, lane * self.count, self.count) for table in (cos, sin)]]
@@ -359,7 +373,7 @@ class QKNormRope(jit.Kernel):
             for first in (0, self.head_dim // 4)
         ]
 
-    def rotate(self, parts, turns):  # type: ignore[no-untyped-def]
+    def rotate(self, parts: Any, turns: Any) -> Any:
         """Both halves rotated."""
         if self.rotary is Rotary.NEOX:
             c, s = (turn.to(Float32) for turn in turns[0])
@@ -376,12 +390,12 @@ class QKNormRope(jit.Kernel):
             rotated.append(registers.load())
         return rotated
 
-    def angles(self, table, row, first, count):  # type: ignore[no-untyped-def]
+    def angles(self, table: Any, row: Any, first: Any, count: Any) -> Any:
         """`count` elements of a table's row."""
         address = table + (row + Int64(first)) * self.table_dtype.itemsize
         return vector.load(address, TYPES[self.table_dtype], count, self.vector_bytes)
 
-    def write(self, address, parts):  # type: ignore[no-untyped-def]
+    def write(self, address: Any, parts: Any) -> Any:
         """Store both halves of a head, rounded."""
         for i in range(2):
             offset = i * (self.head_dim // 2) * self.dtype.itemsize

@@ -12,7 +12,15 @@ from rose_dist.kernels import block_scale, checks, jit, launch, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.block_scale import BlockOutput
 from rose_dist.kernels.dsl import (
-    TYPES, Boolean, Float32, Int32, Int64, Stream, const_expr, cute, range_constexpr,
+    TYPES,
+    Boolean,
+    Float32,
+    Int32,
+    Int64,
+    Stream,
+    const_expr,
+    cute,
+    range_constexpr,
 )  # fmt: skip
 from rose_dist.kernels.formats import BlockFormat, ScaleLayout
 from rose_dist.kernels.quantize import quantize
@@ -71,7 +79,7 @@ def rms_norm_quantized(
     x: Tensor,
     weight: Tensor,
     eps: float,
-    format: BlockFormat,
+    fmt: BlockFormat,
     *,
     layout: ScaleLayout = ScaleLayout.ROWS,
     residual: Tensor | None = None,
@@ -82,7 +90,7 @@ def rms_norm_quantized(
 
     Args:
         residual: [rows, hidden] of `x`'s dtype, or None to normalise `x` itself.
-        format, layout, global_scale: as for `quantize`.
+        fmt, layout, global_scale: as for `quantize`.
 
     Returns:
         codes, scales: as `quantize` gives them; and the new residual, None without one.
@@ -90,13 +98,13 @@ def rms_norm_quantized(
     if not x.is_cuda:
         total = None if residual is None else x + residual
         normed = _reference_fp32(x if total is None else total, weight, eps, weight_bias)
-        return *quantize(normed, format, layout=layout, global_scale=global_scale), total
+        return *quantize(normed, fmt, layout=layout, global_scale=global_scale), total
     total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    checks.global_scale(format, global_scale, x.device)
-    codes, scales = launch.empty_quantized(format, layout, *x.shape, x.device)
+    checks.global_scale(fmt, global_scale, x.device)
+    codes, scales = launch.empty_quantized(fmt, layout, x.shape[0], x.shape[1], x.device)
     _launch(
         x, weight, eps, weight_bias, residual=residual, total=total, out=codes, scales=scales,
-        quantized=BlockOutput(format, layout, x.shape[1]), global_scale=global_scale,
+        quantized=BlockOutput(fmt, layout, x.shape[1]), global_scale=global_scale,
     )  # fmt: skip
     return codes, scales, total
 
@@ -188,7 +196,7 @@ class RMSNorm(jit.Kernel):
         x: Int64, x_stride: Int64, weight: Int64, residual: Int64, residual_stride: Int64, total: Int64,
         out: Int64, out_stride: Int64, scales: Int64, padded_rows: Int32, global_scale: Int64,
         rows: Int32, eps: Float32, stream: Stream,
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         blocks = (rows + (self.tiling.rows_per_block - 1)) // self.tiling.rows_per_block
         self.kernel(
             x, x_stride, weight, residual, residual_stride, total, out, out_stride, scales, padded_rows, global_scale,
@@ -201,7 +209,7 @@ class RMSNorm(jit.Kernel):
         x: Int64, x_stride: Int64, weight: Int64, residual: Int64, residual_stride: Int64, total: Int64,
         out: Int64, out_stride: Int64, scales: Int64, padded_rows: Int32, global_scale: Int64,
         rows: Int32, eps: Float32,
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         tiling, count, width = self.tiling, self.count, self.dtype.itemsize
         lane, row = vector.row_of_thread(tiling)
         ptx.exit_if(row >= rows)

@@ -6,6 +6,7 @@ import enum
 import math
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,16 @@ from torch import Tensor
 from rose_dist.kernels import checks, jit, launch, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.dsl import (
-    TYPES, Float32, Int32, Int64, Stream, Uint32, const_expr, cute, cutlass, range_constexpr,
+    TYPES,
+    Float32,
+    Int32,
+    Int64,
+    Stream,
+    Uint32,
+    const_expr,
+    cute,
+    cutlass,
+    range_constexpr,
 )  # fmt: skip
 from rose_dist.kernels.variants import WARP, RouterShape, router_shape
 
@@ -152,9 +162,7 @@ def reference(
     return Routing(ids, weights, hits)
 
 
-def _launch(
-    logits: Tensor, router: Router, bias: Tensor | None, counts: bool, live_rows: Tensor | None
-) -> Routing:
+def _launch(logits: Tensor, router: Router, bias: Tensor | None, counts: bool, live_rows: Tensor | None) -> Routing:
     checks.dtype("logits", logits, torch.float32, torch.bfloat16, torch.float16)
     checks.rows("logits", logits, align=logits.element_size())
     checks.live_rows(live_rows, logits.device)
@@ -221,7 +229,7 @@ class Route(jit.Kernel):
     def __call__(
         self, logits: Int64, stride: Int64, bias: Int64, ids: Int64, weights: Int64, counts: Int64, live_rows: Int64,
         tokens: Int32, blocks: Int32, scale: Float32, stream: Stream,
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         threads = self.shape.warps * WARP
         cluster = [max(self.shape.cluster, 1), 1, 1]
         if const_expr(self.counts and not self.shape.cluster):
@@ -231,7 +239,7 @@ class Route(jit.Kernel):
         )
 
     @cute.kernel
-    def zero(self, counts: Int64):
+    def zero(self, counts: Int64) -> None:
         thread = cute.arch.thread_idx()[0]
         cute.arch.griddepcontrol_wait()
         if thread < self.experts:
@@ -241,7 +249,7 @@ class Route(jit.Kernel):
     def kernel(
         self, logits: Int64, stride: Int64, bias: Int64, ids: Int64, weights: Int64, counts: Int64, live_rows: Int64,
         tokens: Int32, scale: Float32,
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         blocks = cute.arch.grid_dim()[0]
         warp, lane = thread // WARP, thread % WARP
@@ -300,12 +308,11 @@ class Route(jit.Kernel):
                     place = counts + Int64(expert) * 4
                     if const_expr(cluster == 1):
                         vector.scalar(place, Int32)[0] = histogram[expert]
-                    else:
-                        if histogram[expert] != 0:
-                            ptx.add_relaxed(place, Uint32(histogram[expert]), "gpu")
+                    elif histogram[expert] != 0:
+                        ptx.add_relaxed(place, Uint32(histogram[expert]), "gpu")
 
     @cute.jit
-    def choose(self, logits: Int64, bias: Int64, lane: Int32):
+    def choose(self, logits: Int64, bias: Int64, lane: Int32) -> Any:
         """This lane's choice and weight; lanes from k on return what no one reads."""
         values = self.load(logits, self.dtype, lane)
         preferences = values
@@ -335,7 +342,7 @@ class Route(jit.Kernel):
         logit = vector.scalar(logits + Int64(chosen) * self.dtype.itemsize, TYPES[self.dtype])[0].to(Float32)
         return chosen, self.weigh(logit, values, lane)
 
-    def round(self, keys, lane, i, chosen):  # type: ignore[no-untyped-def]
+    def round(self, keys: Any, lane: Any, i: Any, chosen: Any) -> Any:
         """Choose the warp's best key, strike it out, and keep it if this is lane `i`."""
         best = keys[0]
         for j in range(1, self.per_lane):
@@ -353,7 +360,7 @@ class Route(jit.Kernel):
             keys[j] = vector.select(Uint32(lane * self.per_lane + j) == winner, Uint32(0), keys[j])
         return vector.select(lane == i, Int32(winner), chosen)
 
-    def load(self, row, dtype, lane):  # type: ignore[no-untyped-def]
+    def load(self, row: Any, dtype: Any, lane: Any) -> Any:
         """This lane's values of a row of experts, as fp32; anything beyond the last expert."""
         size = dtype.itemsize
         if self.experts % WARP == 0:
@@ -363,7 +370,7 @@ class Route(jit.Kernel):
         indices = [vector.min_of(lane * self.per_lane + j, Int32(self.experts - 1)) for j in range(self.per_lane)]
         return [vector.scalar(row + Int64(index) * size, TYPES[dtype])[0].to(Float32) for index in indices]
 
-    def group_eligible(self, preferences, lane):  # type: ignore[no-untyped-def]
+    def group_eligible(self, preferences: Any, lane: Any) -> Any:
         """Whether this lane's group is among the best; a group is a run of lanes."""
         lanes = WARP // self.groups
         first, second = preferences[0], Float32(-math.inf)
@@ -385,7 +392,7 @@ class Route(jit.Kernel):
             rank = rank + vector.select(ahead, Int32(1), Int32(0))
         return rank < self.top_groups
 
-    def weigh(self, logit, values, lane):  # type: ignore[no-untyped-def]
+    def weigh(self, logit: Any, values: Any, lane: Any) -> Any:
         """This lane's weight from its chosen logit."""
         used = lane < self.k
         if self.score is Score.SIGMOID:
@@ -402,16 +409,16 @@ class Route(jit.Kernel):
         return share * cute.arch.rcp_approx(vector.group_sum(total, WARP))
 
 
-def _key(value):  # type: ignore[no-untyped-def]
+def _key(value: Any) -> Any:
     """A u32 that orders as fp32 values do, NaN below all numbers, and is never 0."""
     bits = ptx.bits(value)
     ordered = vector.select(Int32(bits) < 0, ~bits, bits | Uint32(0x80000000))
     return vector.select((bits & Uint32(0x7FFFFFFF)) > Uint32(0x7F800000), Uint32(1), ordered)
 
 
-def _exp(x):  # type: ignore[no-untyped-def]
+def _exp(x: Any) -> Any:
     return cute.math.exp2(x * Float32(1.0 / math.log(2.0)), fastmath=True)
 
 
-def _sigmoid(x):  # type: ignore[no-untyped-def]
+def _sigmoid(x: Any) -> Any:
     return cute.arch.rcp_approx(Float32(1.0) + _exp(Float32(0.0) - x))

@@ -6,6 +6,7 @@ import enum
 import math
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,15 @@ from rose_dist.kernels import block_scale, checks, jit, launch, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.block_scale import BlockOutput
 from rose_dist.kernels.dsl import (
-    TYPES, Boolean, Float32, Int32, Int64, Stream, const_expr, cute, range_constexpr,
+    TYPES,
+    Boolean,
+    Float32,
+    Int32,
+    Int64,
+    Stream,
+    const_expr,
+    cute,
+    range_constexpr,
 )  # fmt: skip
 from rose_dist.kernels.formats import BlockFormat, ScaleLayout
 from rose_dist.kernels.quantize import quantize
@@ -77,7 +86,7 @@ def silu_mul(gate_up: Tensor, *, rows: Rows = ALL_ROWS) -> Tensor:
 def activate_quantized(
     gate: Gate,
     gate_up: Tensor,
-    format: BlockFormat,
+    fmt: BlockFormat,
     *,
     layout: ScaleLayout = ScaleLayout.ROWS,
     global_scale: Tensor | None = None,
@@ -89,13 +98,13 @@ def activate_quantized(
     """`quantize` of an activation's fp32 result; codes and scales as `quantize` gives them, dead rows unwritten."""
     if gate is Gate.SILU:
         alpha, limit = 1.0, math.inf
-    checks.global_scale(format, global_scale, gate_up.device)
+    checks.global_scale(fmt, global_scale, gate_up.device)
     columns = gate_up.shape[1] // 2
     if not gate_up.is_cuda:
         wide = _reference(gate, gate_up, alpha, limit, bias, rows)
-        return quantize(wide, format, layout=layout, global_scale=global_scale)
-    codes, scales = launch.empty_quantized(format, layout, gate_up.shape[0], columns, gate_up.device)
-    output = BlockOutput(format, layout, columns)
+        return quantize(wide, fmt, layout=layout, global_scale=global_scale)
+    codes, scales = launch.empty_quantized(fmt, layout, gate_up.shape[0], columns, gate_up.device)
+    output = BlockOutput(fmt, layout, columns)
     _launch(gate, gate_up, alpha, limit, bias, rows, codes, output=output, scales=scales, global_scale=global_scale)
     return codes, scales
 
@@ -195,7 +204,7 @@ class GatedActivation(jit.Kernel):
     def __call__(
         self, gate_up: Int64, stride: Int64, bias: Int64, experts: Int64, live_rows: Int64, out: Int64, scales: Int64,
         padded_rows: Int32, global_scale: Int64, rows: Int32, alpha: Float32, limit: Float32, stream: Stream,
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         blocks = (rows + (self.tiling.rows_per_block - 1)) // self.tiling.rows_per_block
         self.kernel(
             gate_up, stride, bias, experts, live_rows, out, scales, padded_rows, global_scale, rows, alpha, limit
@@ -205,7 +214,7 @@ class GatedActivation(jit.Kernel):
     def kernel(
         self, gate_up: Int64, stride: Int64, bias: Int64, experts: Int64, live_rows: Int64, out: Int64, scales: Int64,
         padded_rows: Int32, global_scale: Int64, rows: Int32, alpha: Float32, limit: Float32,
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         tiling, width, count = self.tiling, self.dtype.itemsize, self.count
         columns = tiling.row_vectors * count
         lane, row = vector.row_of_thread(tiling)
@@ -216,7 +225,7 @@ class GatedActivation(jit.Kernel):
         places = [vector.place(tiling, lane, i) for i in range(tiling.vectors)]
         # With few rows the wait for what says that a row is live costs more than reading a dead one.
         eager = tiling.vectors == 1
-        inputs = [self.load_pair(source, place, columns) for place in places] if eager else None
+        inputs = [self.load_pair(source, place, columns) for place in places] if eager else []
         live = vector.live_rows(live_rows, rows)
         expert = Int32(0)
         if experts != 0:
@@ -226,13 +235,13 @@ class GatedActivation(jit.Kernel):
         tensor_scale = block_scale.read_global_scale(self.output, global_scale)
         if const_expr(not eager):
             inputs = [self.load_pair(source, place, columns) for place in places]
-        biases = None
+        biases = []
         if const_expr(self.bias):
             bias_source = bias + Int64(expert) * (2 * columns * width)
             biases = [self.load_pair(bias_source, place, columns) for place in places]
         for i in range_constexpr(tiling.vectors):
             valid = Boolean(vector.in_row(tiling, lane, i))
-            results = self.results(inputs[i], biases[i] if self.bias else None, alpha, limit)
+            results = self.results(inputs[i], biases[i] if biases else None, alpha, limit)
             if const_expr(self.output is not None):
                 block_scale.store(
                     self.output, self.arch, results, out, scales, row, places[i], padded_rows, valid, tensor_scale
@@ -243,7 +252,7 @@ class GatedActivation(jit.Kernel):
                     self.vector_bytes,
                 )  # fmt: skip
 
-    def load_pair(self, row, index, columns):  # type: ignore[no-untyped-def]
+    def load_pair(self, row: Any, index: Any, columns: Any) -> Any:
         """The two vectors that a vector of results comes from."""
         first = index * (2 * self.vector_bytes) if self.gate is Gate.CLAMPED_SWIGLU else index * self.vector_bytes
         apart = self.vector_bytes if self.gate is Gate.CLAMPED_SWIGLU else columns * self.dtype.itemsize
@@ -251,7 +260,7 @@ class GatedActivation(jit.Kernel):
             vector.load(row + first + i * apart, TYPES[self.dtype], self.count, self.vector_bytes) for i in range(2)
         ]
 
-    def results(self, inputs, biases, alpha, limit):  # type: ignore[no-untyped-def]
+    def results(self, inputs: Any, biases: Any, alpha: Any, limit: Any) -> Any:
         """One fp32 a pair of inputs."""
         wide = [part.to(Float32) for part in inputs]
         if biases is not None:
@@ -267,7 +276,7 @@ class GatedActivation(jit.Kernel):
         return results
 
 
-def _silu(x, alpha):  # type: ignore[no-untyped-def]
+def _silu(x: Any, alpha: Any) -> Any:
     """x · sigmoid(alpha · x)."""
     power = cute.math.exp2(x * (alpha * Float32(-1.0 / math.log(2.0))), fastmath=True)
     return x * cute.arch.rcp_approx(Float32(1.0) + power)

@@ -42,7 +42,7 @@ def store_if(
 
 @cute.jit
 def store_scalars_if(
-    valid: Boolean, address: Int64, values: list, dtype: cutlass.Constexpr, vector_bytes: cutlass.Constexpr
+    valid: Boolean, address: Int64, values: list[Any], dtype: cutlass.Constexpr, vector_bytes: cutlass.Constexpr
 ) -> None:
     """Store fp32 scalars side by side, converted to `dtype`, where `valid`."""
     if valid:
@@ -164,8 +164,6 @@ def largest_magnitude(values: list[Any]) -> Any:
     for value in values[1:]:
         largest = max_u32(largest, ptx.bits(value) & Uint32(0x7FFFFFFF))
     return largest
-
-
 
 
 def _tensor(address: Any, dtype: Any, count: int, vector_bytes: int) -> Any:

@@ -1,4 +1,5 @@
-"""Runs the public functions of `rose_dist.kernels` on the PTX interpreter: the compiled kernel, with real addresses, no GPU.
+"""Runs the public functions of `rose_dist.kernels` on the PTX interpreter: compiled kernels and real
+addresses, no GPU.
 
 Tensors of an `Emulator` say that they are CUDA tensors. What the functions allocate is emulated memory too, filled with
 0xA5 and fenced by guard bytes, so unwritten results and stray accesses show.
@@ -9,10 +10,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import cutlass.cute as cute
 import pytest
 import torch
 from cuda.bindings.driver import CUstream
+from cutlass import cute
 
 from rose_dist.kernels import embedding, jit, launch, qk_norm, quantize, rms_norm, routing, swiglu
 from rose_dist.kernels.arch import Arch, DeviceInfo

@@ -78,7 +78,9 @@ def test_grid_barrier_is_one_release_and_acquires(arch: Arch) -> None:
     """bar, red.release, ld.acquire until reached, bar: no fence of its own, and no plain access to the counter."""
     text = jit.compile_binary(probe.GridBarriers(arch, repeats=100)).ptx
     body = re.sub(r"\s+", " ", text)
-    assert re.search(r"bar\.sync 0;.*red\.release\.gpu\.global\.add\.u32.*ld\.acquire\.gpu\.global\.u32.*bar\.sync 0;", body)
+    assert re.search(
+        r"bar\.sync 0;.*red\.release\.gpu\.global\.add\.u32.*ld\.acquire\.gpu\.global\.u32.*bar\.sync 0;", body
+    )
     assert "fence" not in text
     assert "%globaltimer" in text
 
