@@ -6,44 +6,16 @@ of it. References: `quantize.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from rose_dist.kernels import ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.dsl import Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr, cute, cutlass
-from rose_dist.kernels.formats import E4M3_MAX, MIN_AMAX, BlockFormat, Element, Scale, ScaleLayout
+from rose_dist.kernels.formats import E4M3_MAX, MIN_AMAX, BlockFormat, BlockOutput, Element, Scale
 
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
 _E8M0_NAN = 0xFF
 _E4M3_NAN = 0x7F
-
-
-@dataclass(frozen=True)
-class BlockOutput:
-    """How one kernel writes its quantised rows: a compile-time constant of the kernel."""
-
-    fmt: BlockFormat
-    layout: ScaleLayout
-    columns: int
-    """Values a row."""
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row of codes."""
-        return self.columns * self.fmt.element.bits // 8
-
-    @property
-    def blocks(self) -> int:
-        """Scales a row."""
-        return self.fmt.blocks(self.columns)
-
-    def lanes(self, count: int) -> int:
-        """Lanes that share a block when each holds `count` values."""
-        return max(self.fmt.block // count, 1)
-
-    def __str__(self) -> str:
-        return f"{self.fmt}/{self.layout}"
 
 
 def encode(fmt: BlockFormat, arch: Arch, values: list[Any], global_scale: Any = None) -> tuple[list[Any], Any]:

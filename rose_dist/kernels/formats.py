@@ -153,5 +153,32 @@ class ScaleLayout(enum.Enum):
         return self.value
 
 
+@dataclass(frozen=True)
+class BlockOutput:
+    """How one kernel writes its quantised rows: a compile-time constant of the kernel."""
+
+    fmt: BlockFormat
+    layout: ScaleLayout
+    columns: int
+    """Values a row."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of codes."""
+        return self.columns * self.fmt.element.bits // 8
+
+    @property
+    def blocks(self) -> int:
+        """Scales a row."""
+        return self.fmt.blocks(self.columns)
+
+    def lanes(self, count: int) -> int:
+        """Lanes that share a block when each holds `count` values."""
+        return max(self.fmt.block // count, 1)
+
+    def __str__(self) -> str:
+        return f"{self.fmt}/{self.layout}"
+
+
 def _up(n: Any, multiple: int) -> Any:
     return (n + multiple - 1) // multiple * multiple

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rose_dist.kernels.arch import DeviceInfo, device_info
+from rose_dist.kernels.arch import Arch, DeviceInfo, device_info
 from rose_dist.kernels.formats import BlockFormat, ScaleLayout
 from rose_dist.kernels.jit import Launcher
 
@@ -27,6 +28,11 @@ def run(launcher: Launcher, on: Tensor, *arguments: Any) -> None:
     else:
         with torch.cuda.device(index):
             launcher(*numbers, stream)
+
+
+def widest(arch: Arch, row_bytes: int, *addresses: int) -> int:
+    """Bytes of the widest access (a power of two ≤ `arch.vector_bytes`) that rows and base addresses allow."""
+    return math.gcd(arch.vector_bytes, row_bytes, *addresses)
 
 
 def address(tensor: Tensor | None) -> int:

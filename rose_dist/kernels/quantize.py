@@ -14,26 +14,21 @@ The rules, in fp32 with one rounding a step, so that reference and kernel agree 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from rose_dist.kernels import block_scale, checks, jit, launch, ptx, vector
-from rose_dist.kernels.arch import Arch
-from rose_dist.kernels.block_scale import BlockOutput
-from rose_dist.kernels.dsl import TYPES, Boolean, Float32, Int32, Int64, Stream, cute, range_constexpr
+from rose_dist.kernels import checks, launch
 from rose_dist.kernels.formats import (
     E2M1_MAGNITUDES,
     E4M3_MAX,
     MIN_AMAX,
     BlockFormat,
+    BlockOutput,
     Element,
     Scale,
     ScaleLayout,
 )  # fmt: skip
-from rose_dist.kernels.variants import DECODE_SHAPES, ROW_SHAPES, RowShape, RowTiling, tile
+from rose_dist.kernels.variants import DECODE_SHAPES, ROW_SHAPES
 
 
 def quantize(
@@ -76,9 +71,11 @@ def quantize(
     if rows:
         device = launch.device(x)
         stride = x.stride(0) * x.element_size()
-        vector_bytes = vector.widest(device.arch, stride, columns * x.element_size(), x.data_ptr())
+        vector_bytes = launch.widest(device.arch, stride, columns * x.element_size(), x.data_ptr())
         output = BlockOutput(fmt, layout, columns)
-        launcher = _quantizer(device.arch, x.dtype, ROW_SHAPES.select(rows // device.sms), vector_bytes, output)
+        from rose_dist.kernels.cute import quantize as cute  # noqa: PLC0415 - it loads the compiler
+
+        launcher = cute.quantizer(device.arch, x.dtype, ROW_SHAPES.select(rows // device.sms), vector_bytes, output)
         launch.run(launcher, x, x, x.stride(0), codes, scales, layout.padded_rows(rows), global_scale, live_rows, rows)
     return codes, scales
 
@@ -112,9 +109,11 @@ def dequantize(
     out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
     if rows:
         device = launch.device(codes)
-        vector_bytes = vector.widest(device.arch, columns * dtype.itemsize, out.data_ptr())
+        vector_bytes = launch.widest(device.arch, columns * dtype.itemsize, out.data_ptr())
         shape = DECODE_SHAPES.select(rows // device.sms)
-        launcher = _dequantizer(device.arch, dtype, shape, vector_bytes, BlockOutput(fmt, layout, columns))
+        from rose_dist.kernels.cute import quantize as cute  # noqa: PLC0415 - it loads the compiler
+
+        launcher = cute.dequantizer(device.arch, dtype, shape, vector_bytes, BlockOutput(fmt, layout, columns))
         launch.run(launcher, codes, codes, scales, layout.padded_rows(rows), global_scale, out, rows)
     return out
 
@@ -221,114 +220,3 @@ def _element_codes(scaled: Tensor, element: Element) -> Tensor:
     above = torch.where(torch.arange(7, device=scaled.device) % 2 == 1, magnitude >= middle, magnitude > middle)
     codes = above.sum(-1).to(torch.uint8) | torch.signbit(scaled).to(torch.uint8) << 3
     return codes[:, 0::2] | codes[:, 1::2] << 4
-
-
-# --- Kernels ----------------------------------------------------------------------------------------------------------
-
-
-@cache
-def _quantizer(arch: Arch, dtype: torch.dtype, shape: RowShape, vector_bytes: int, output: BlockOutput) -> jit.Launcher:
-    count = vector_bytes // dtype.itemsize
-    tiling = tile(output.columns // count, vector_bytes, shape, group=output.lanes(count))
-    return jit.load(Quantize(arch, dtype, tiling, vector_bytes, output))
-
-
-@cache
-def _dequantizer(
-    arch: Arch, dtype: torch.dtype, shape: RowShape, vector_bytes: int, source: BlockOutput
-) -> jit.Launcher:
-    tiling = tile(source.columns // decoded_count(arch, dtype), vector_bytes, shape)
-    return jit.load(Dequantize(arch, dtype, tiling, vector_bytes, source))
-
-
-@dataclass(frozen=True)
-class Quantize(jit.Kernel):
-    """A vector a lane; a block's maximum goes round its lanes by shuffles."""
-
-    dtype: torch.dtype
-    tiling: RowTiling
-    vector_bytes: int
-    output: BlockOutput
-
-    @cute.jit
-    def __call__(
-        self, x: Int64, x_stride: Int64, codes: Int64, scales: Int64, padded_rows: Int32, global_scale: Int64,
-        live_rows: Int64, rows: Int32, stream: Stream,
-    ) -> None:  # fmt: skip
-        blocks = (rows + (self.tiling.rows_per_block - 1)) // self.tiling.rows_per_block
-        self.kernel(x, x_stride, codes, scales, padded_rows, global_scale, live_rows, rows).launch(
-            grid=[blocks, 1, 1], block=[self.tiling.threads, 1, 1], stream=stream, use_pdl=True
-        )
-
-    @cute.kernel
-    def kernel(
-        self, x: Int64, x_stride: Int64, codes: Int64, scales: Int64, padded_rows: Int32, global_scale: Int64,
-        live_rows: Int64, rows: Int32,
-    ) -> None:  # fmt: skip
-        tiling, width = self.tiling, self.dtype.itemsize
-        count = self.vector_bytes // width
-        lane, row = vector.row_of_thread(tiling)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        ptx.exit_if(row >= vector.live_rows(live_rows, rows))
-        tensor_scale = block_scale.read_global_scale(self.output, global_scale)
-        values = []
-        for i in range_constexpr(tiling.vectors):
-            address = x + (Int64(row) * x_stride + vector.place(tiling, lane, i) * count) * width
-            values.append(vector.load(address, TYPES[self.dtype], count, self.vector_bytes))
-        for i in range_constexpr(tiling.vectors):
-            wide = values[i].to(Float32)
-            block_scale.store(
-                self.output, self.arch, [wide[j] for j in range(count)], codes, scales, row,
-                vector.place(tiling, lane, i), padded_rows, Boolean(vector.in_row(tiling, lane, i)), tensor_scale,
-            )  # fmt: skip
-
-
-def decoded_count(arch: Arch, dtype: torch.dtype) -> int:
-    """Values that a lane decodes at once: a full store on the way out, at least a word of codes on the way in."""
-    return max(arch.vector_bytes // dtype.itemsize, 8)
-
-
-@dataclass(frozen=True)
-class Dequantize(jit.Kernel):
-    """A vector of codes a lane."""
-
-    dtype: torch.dtype
-    tiling: RowTiling
-    vector_bytes: int
-    source: BlockOutput
-
-    @cute.jit
-    def __call__(
-        self, codes: Int64, scales: Int64, padded_rows: Int32, global_scale: Int64, out: Int64, rows: Int32,
-        stream: Stream,
-    ) -> None:  # fmt: skip
-        blocks = (rows + (self.tiling.rows_per_block - 1)) // self.tiling.rows_per_block
-        self.kernel(codes, scales, padded_rows, global_scale, out, rows).launch(
-            grid=[blocks, 1, 1], block=[self.tiling.threads, 1, 1], stream=stream, use_pdl=True
-        )
-
-    @cute.kernel
-    def kernel(
-        self, codes: Int64, scales: Int64, padded_rows: Int32, global_scale: Int64, out: Int64, rows: Int32
-    ) -> None:  # fmt: skip
-        tiling, source = self.tiling, self.source
-        count = decoded_count(self.arch, self.dtype)
-        lane, row = vector.row_of_thread(tiling)
-        ptx.exit_if(row >= rows)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        tensor_scale = block_scale.read_global_scale(source, global_scale)
-        words, wide_scales = [], []
-        for i in range_constexpr(tiling.vectors):
-            index = vector.place(tiling, lane, i)
-            words.append(block_scale.load_codes(source, codes, row, index, count))
-            wide_scales.append(block_scale.load_scale(source, scales, row, index * count, padded_rows, tensor_scale))
-        for i in range_constexpr(tiling.vectors):
-            index = vector.place(tiling, lane, i)
-            valid = Boolean(vector.in_row(tiling, lane, i))
-            values = block_scale.decode(source.fmt, self.arch, words[i], wide_scales[i])
-            vector.store_scalars_if(
-                valid, out + (Int64(row) * source.columns + index * count) * self.dtype.itemsize,
-                values, TYPES[self.dtype], self.vector_bytes,
-            )  # fmt: skip

@@ -8,15 +8,17 @@ import torch
 
 from rose_dist.kernels import probe
 from rose_dist.kernels.arch import Arch
-from rose_dist.kernels.block_scale import BlockOutput
-from rose_dist.kernels.embedding import Embed
-from rose_dist.kernels.formats import FORMATS, FP8, MXFP8, BlockFormat, Scale, ScaleLayout
+from rose_dist.kernels.cute.embedding import Embed
+from rose_dist.kernels.cute.qk_norm import QKNormRope
+from rose_dist.kernels.cute.quantize import Dequantize, Quantize, decoded_count
+from rose_dist.kernels.cute.rms_norm import RMSNorm
+from rose_dist.kernels.cute.routing import Route
+from rose_dist.kernels.cute.swiglu import GatedActivation
+from rose_dist.kernels.formats import FORMATS, FP8, MXFP8, BlockFormat, BlockOutput, Scale, ScaleLayout
 from rose_dist.kernels.jit import Kernel
-from rose_dist.kernels.qk_norm import QKNormRope, Rotary
-from rose_dist.kernels.quantize import Dequantize, Quantize, decoded_count
-from rose_dist.kernels.rms_norm import RMSNorm
-from rose_dist.kernels.routing import Route, Score
-from rose_dist.kernels.swiglu import Gate, GatedActivation
+from rose_dist.kernels.qk_norm import Rotary
+from rose_dist.kernels.routing import Score
+from rose_dist.kernels.swiglu import Gate
 from rose_dist.kernels.variants import (
     ACTIVATION_SHAPES,
     COUNTING_ROUTERS,

@@ -10,14 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rose_dist.kernels import ptx
-from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.dsl import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute, cutlass
 from rose_dist.kernels.variants import RowTiling
-
-
-def widest(arch: Arch, row_bytes: int, *addresses: int) -> int:
-    """Bytes of the widest access (a power of two ≤ `arch.vector_bytes`) that rows and base addresses allow."""
-    return math.gcd(arch.vector_bytes, row_bytes, *addresses)
 
 
 def load(address: Any, dtype: Any, count: int, vector_bytes: int) -> Any:

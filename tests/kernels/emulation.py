@@ -15,14 +15,15 @@ import torch
 from cuda.bindings.driver import CUstream
 from cutlass import cute
 
-from rose_dist.kernels import embedding, jit, launch, qk_norm, quantize, rms_norm, routing, swiglu
+from rose_dist.kernels import jit, launch
 from rose_dist.kernels.arch import Arch, DeviceInfo
+from rose_dist.kernels.cute import embedding, qk_norm, quantize, rms_norm, routing, swiglu
 from tests.ptx.cutedsl import Compiled
 from tests.ptx.machine import Machine
 
 _CACHES = (
-    rms_norm._launcher, quantize._quantizer, quantize._dequantizer, qk_norm._launcher, swiglu._launcher,
-    routing._launcher, embedding._launcher,
+    rms_norm.launcher, quantize.quantizer, quantize.dequantizer, qk_norm.launcher, swiglu.launcher,
+    routing.launcher, embedding.launcher,
 )  # fmt: skip
 
 _EMPTY = torch.empty

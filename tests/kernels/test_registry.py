@@ -10,13 +10,13 @@ pytest.importorskip("cutlass")
 
 from rose_dist.kernels import binary, jit, probe, registry
 from rose_dist.kernels.arch import ARCHS, Arch
-from rose_dist.kernels.embedding import Embed
+from rose_dist.kernels.cute.embedding import Embed
+from rose_dist.kernels.cute.qk_norm import QKNormRope
+from rose_dist.kernels.cute.quantize import Dequantize, Quantize
+from rose_dist.kernels.cute.rms_norm import RMSNorm
+from rose_dist.kernels.cute.routing import Route
+from rose_dist.kernels.cute.swiglu import GatedActivation
 from rose_dist.kernels.jit import Binary
-from rose_dist.kernels.qk_norm import QKNormRope
-from rose_dist.kernels.quantize import Dequantize, Quantize
-from rose_dist.kernels.rms_norm import RMSNorm
-from rose_dist.kernels.routing import Route
-from rose_dist.kernels.swiglu import GatedActivation
 
 STREAMING = (RMSNorm, QKNormRope, GatedActivation, Quantize, Dequantize, Embed)
 
