@@ -100,8 +100,17 @@ class Tokenizer:
         """One token's text as log probabilities show it; bytes that are no whole character become U+FFFD."""
         return self.token_bytes[token_id].decode("utf-8", "replace")
 
-    def detokenizer(self, *, special: bool = False) -> Detokenizer:
-        return Detokenizer(self.token_bytes if special else self._visible_bytes)
+    def detokenizer(self) -> Detokenizer:
+        """Special tokens have no text in it."""
+        return Detokenizer(self._visible_bytes)
+
+    def visible_with(self, shown: Iterable[str]) -> list[bytes]:
+        """The table for a `Detokenizer` that also shows these added tokens, special or not."""
+        table = list(self._visible_bytes)
+        for token in shown:
+            if token in self.added:
+                table[self.added[token]] = token.encode()
+        return table
 
     @property
     def vocab_size(self) -> int:
