@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import msgspec
 from starlette.types import Receive, Scope, Send
 
@@ -15,9 +13,6 @@ from rose_dist.frontend.choice import Choice
 from rose_dist.frontend.errors import BadRequestError
 from rose_dist.frontend.formats.base import Conversation, FormatError
 from rose_dist.frontend.schema.chat import ChatRequest
-
-_LARGE_BODY = 64_000
-"""Bytes from which on rendering and encoding would hold up other streams, and go to a thread."""
 
 
 class ChatCompletions:
@@ -34,21 +29,26 @@ class ChatCompletions:
         request = decode_request(self._decoder, body)
         service.check_model(request)
         conversation = request.conversation()
-        if len(body) < _LARGE_BODY:
-            prompt = self._render(conversation)
-        else:
-            prompt = await asyncio.to_thread(self._render, conversation)
+        prompt, grammar = await service.beside_the_loop(len(body), self._render, conversation)
         service.check_prompt(prompt, "messages")
-        exchange = self._start(scope, receive, request, conversation, prompt)
+        exchange = self._start(scope, receive, request, conversation, prompt=prompt, grammar=grammar)
         await respond(
             exchange, ChatAnswer(service, request, exchange), scope, receive, send, stream=bool(request.stream)
         )
 
-    def _render(self, conversation: Conversation) -> list[int]:
+    def _render(self, conversation: Conversation) -> tuple[list[int], str | None]:
+        """The prompt's ids and the grammar of the answer."""
+        chat_format = self._service.chat_format
         try:
-            return self._service.chat_format.render(conversation)
+            prompt = chat_format.render(conversation)
         except FormatError as error:
             raise BadRequestError(str(error), param="messages") from error
+        try:
+            return prompt, chat_format.grammar(conversation)
+        except FormatError as error:
+            raise BadRequestError(
+                str(error), param="tools" if conversation.required_tools else "response_format"
+            ) from error
 
     def _start(
         self,
@@ -56,7 +56,9 @@ class ChatCompletions:
         receive: Receive,
         request: ChatRequest,
         conversation: Conversation,
+        *,
         prompt: list[int],
+        grammar: str | None,
     ) -> Exchange:
         service = self._service
         count = service.choices_within_limit(request.choices)
@@ -65,7 +67,10 @@ class ChatCompletions:
         stop_ids = own_stop_ids if request.ignore_eos else [*service.chat_format.stop_ids, *own_stop_ids]
         stops = request.stop_strings()
         base = random_hex(8)
-        generates = [request.generate(f"{base}-{i}", prompt, sampling, stop_ids, i) for i in range(count)]
+        generates = [
+            request.generate(f"{base}-{i}", prompt, sampling, stop_ids=stop_ids, choice=i, grammar=grammar)
+            for i in range(count)
+        ]
         hidden = frozenset(own_stop_ids) - service.chat_format.stop_ids
         choices = [
             Choice(i, service.chat_format.parser(conversation), stops=stops, hidden_stop_ids=hidden)

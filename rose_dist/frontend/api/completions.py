@@ -38,11 +38,14 @@ class Completions:
         service.check_model(request)
         prompts = request.prompts()
         service.choices_within_limit(len(prompts) * request.choices)
-        encoded = [self._encode(request, prompt) for prompt in prompts]
+        encoded = await service.beside_the_loop(len(body), self._encode_all, request, prompts)
         exchange = self._start(scope, receive, request, encoded)
         heads = [self._head(request, prompt) for prompt in prompts for _ in range(request.choices)]
         answer = CompletionAnswer(service, request, exchange, heads)
         await respond(exchange, answer, scope, receive, send, stream=bool(request.stream))
+
+    def _encode_all(self, request: CompletionRequest, prompts: list[str | list[int]]) -> list[list[int]]:
+        return [self._encode(request, prompt) for prompt in prompts]
 
     def _encode(self, request: CompletionRequest, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -68,7 +71,9 @@ class Completions:
         for prompt in prompts:
             for choice in range(request.choices):
                 index = len(choices)
-                generates.append(request.generate(f"{base}-{index}", prompt, sampling, stop_ids, choice))
+                generates.append(
+                    request.generate(f"{base}-{index}", prompt, sampling, stop_ids=stop_ids, choice=choice)
+                )
                 parser = PlainParser(tokenizer.detokenizer())
                 choices.append(Choice(index, parser, stops=stops, hidden_stop_ids=frozenset(stop_ids)))
         return Exchange(self._service, scope, receive, request, generates=generates, choices=choices)
