@@ -74,7 +74,7 @@ class RankPool:
 
     def __init__(self, n: int) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        self._output = Path(self._folder.name, "output").open("w+")
+        self._output = Path(self._folder.name, "output").open("w+")  # noqa: SIM115  open as long as the pool
         self._connections: dict[int, Connection] = {}
         self._processes: dict[int, int] = {}
         with socket.socket(socket.AF_UNIX) as listener:

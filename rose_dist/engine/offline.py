@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from types import TracebackType
 
 from rose_dist.engine.doorbell import Doorbell
@@ -23,7 +23,7 @@ class OfflineSession:
         outcome, _ = engine.step()
         assert outcome is Outcome.IDLE  # the peers' first agreement
 
-    def run(self, requests: Iterable[Generate]) -> Iterator[Output]:
+    def run(self, requests: Iterable[Generate]) -> Generator[Output, None, None]:
         """Outputs of all requests as they come, until all are finished. Closing the iterator cancels the rest."""
         for request in requests:
             yield from (output for _, output in self.engine.submit(self.CLIENT, request))

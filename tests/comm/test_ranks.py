@@ -40,7 +40,7 @@ def test_results_come_by_rank() -> None:
 
 
 def test_a_failure_on_one_rank_is_told_and_new_ranks_follow() -> None:
-    with pytest.raises(RankError, match="(?s)rank 1.*rank one is unwell") as caught:
+    with pytest.raises(RankError, match=r"(?s)rank 1.*rank one is unwell") as caught:
         run_ranks(2, fail_on_one)
     assert "ranks [0] did not finish" in str(caught.value)
     assert "barrier" in str(caught.value), "the stack of the rank that hangs"

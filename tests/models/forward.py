@@ -22,10 +22,10 @@ from rose_dist.models.loader import load_model
 
 def all_logits(
     world: World, folder: Path, sizes: dict[str, int], prompts: list[list[int]], chunk: int
-) -> list[npt.NDArray[np.float32]]:
-    """fp32 [tokens, vocabulary] for each prompt, on leaders; an empty list on other ranks.
+) -> dict[int, npt.NDArray[np.float32]] | None:
+    """fp32 [tokens, vocabulary] by prompt, on leaders; None on other ranks.
 
-    Each data-parallel replica starts with another prompt, so that their steps are of different sizes, and some empty.
+    Replica n leaves out the first n prompts, so that the replicas' steps differ in size, and some are empty.
     """
     layout = Layout.of(world.size, **sizes)
     groups = world.groups(layout)
@@ -33,7 +33,7 @@ def all_logits(
     model = load_model(folder, groups, max_tokens=chunk, dtype=torch.float32)
     runner = ModelRunner(model, config)
     steps = sum(-(-len(prompt) // chunk) for prompt in prompts)
-    order = [(i + groups.place.dp_rank) % len(prompts) for i in range(len(prompts))]
+    order = range(min(groups.place.dp_rank, len(prompts)), len(prompts))
     found: dict[int, list[torch.Tensor]] = {i: [] for i in order}
     done = 0
     for i in order:
@@ -53,7 +53,7 @@ def all_logits(
     for _ in range(done, steps):
         _forward(runner, Step())
     groups.free()
-    return [torch.cat(found[i]).numpy() for i in range(len(prompts))] if groups.tp.rank == 0 else []
+    return {i: torch.cat(logits).numpy() for i, logits in found.items()} if groups.tp.rank == 0 else None
 
 
 @torch.inference_mode()
