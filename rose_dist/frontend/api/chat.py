@@ -73,7 +73,13 @@ class ChatCompletions:
         ]
         hidden = frozenset(own_stop_ids) - service.chat_format.stop_ids
         choices = [
-            Choice(i, service.chat_format.parser(conversation), stops=stops, hidden_stop_ids=hidden)
+            Choice(
+                i,
+                service.chat_format.parser(conversation),
+                stops=stops,
+                hidden_stop_ids=hidden,
+                one_call=request.parallel_tool_calls is False,
+            )
             for i in range(count)
         ]
         return Exchange(service, scope, receive, request, generates=generates, choices=choices)

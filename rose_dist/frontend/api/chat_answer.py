@@ -13,7 +13,7 @@ from rose_dist.frontend.api.service import Service, new_id, random_hex
 from rose_dist.frontend.choice import Choice
 from rose_dist.frontend.formats.base import TextDelta, ToolCallDelta
 from rose_dist.frontend.schema import chat as schema
-from rose_dist.frontend.tokenizer import Tokenizer
+from rose_dist.frontend.tokenizer import TextCodec
 
 _PLACEHOLDER = "\0"
 _ENCODED_PLACEHOLDER = encode_json(_PLACEHOLDER)
@@ -154,7 +154,7 @@ class _Parts:
             last.arguments = f"{last.arguments}{arguments}"
 
 
-def _token_logprob(tokenizer: Tokenizer, token_id: int, entry: TokenLogprobs) -> schema.TokenLogprob:
+def _token_logprob(tokenizer: TextCodec, token_id: int, entry: TokenLogprobs) -> schema.TokenLogprob:
     top = [
         schema.TopLogprob(tokenizer.token_text(i), logprob, list(tokenizer.token_bytes[i])) for i, logprob in entry.top
     ]

@@ -19,7 +19,7 @@ from rose_dist.frontend.errors import BadRequestError, NotFoundError, Unavailabl
 from rose_dist.frontend.formats.base import ChatFormat
 from rose_dist.frontend.metrics import Metrics
 from rose_dist.frontend.schema.sampling import GenerationFields
-from rose_dist.frontend.tokenizer import Tokenizer
+from rose_dist.frontend.tokenizer import TextCodec
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,7 +33,7 @@ _PATH = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$")
 @dataclass
 class Service:
     config: FrontendConfig
-    tokenizer: Tokenizer
+    tokenizer: TextCodec
     chat_format: ChatFormat
     client: EngineClient
     metrics: Metrics
