@@ -8,9 +8,10 @@ from msgspec import UNSET
 
 from rose_dist.engine.protocol import TokenLogprobs
 from rose_dist.frontend.api.exchange import Exchange, Step
-from rose_dist.frontend.api.http import encode_json
+from rose_dist.frontend.api.http import DONE, encode_json, error_events, event
 from rose_dist.frontend.api.service import Service, new_id, random_hex
 from rose_dist.frontend.choice import Choice
+from rose_dist.frontend.errors import ApiError
 from rose_dist.frontend.formats.base import TextDelta, ToolCallDelta
 from rose_dist.frontend.schema import chat as schema
 from rose_dist.frontend.tokenizer import TextCodec
@@ -56,11 +57,14 @@ class ChatAnswer:
 
     def end(self) -> list[bytes]:
         if not self._include_usage:
-            return []
+            return [DONE]
         chunk = schema.ChatChunk(
             id=self._id, created=self._created, model=self._model, choices=[], usage=self._exchange.usage()
         )
-        return [b"data: " + encode_json(chunk) + b"\n\n"]
+        return [event(chunk), DONE]
+
+    def broken_off(self, error: ApiError) -> list[bytes]:
+        return error_events(error)
 
     def add(self, step: Step) -> None:
         for choice, deltas in step:
@@ -109,7 +113,7 @@ class ChatAnswer:
             choices=[choice],
             usage=None if self._include_usage else UNSET,
         )
-        return b"data: " + encode_json(chunk) + b"\n\n"
+        return event(chunk)
 
     def _text_event(self, index: int, delta: TextDelta) -> bytes:
         """As `_event`, from a chunk encoded once per choice and section with a placeholder for the text."""

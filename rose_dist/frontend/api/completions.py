@@ -10,9 +10,10 @@ from starlette.types import Receive, Scope, Send
 
 from rose_dist.engine.protocol import Generate, TokenLogprobs
 from rose_dist.frontend.api.exchange import Exchange, Step, respond
-from rose_dist.frontend.api.http import encode_json, read_body
+from rose_dist.frontend.api.http import DONE, error_events, event, read_body
 from rose_dist.frontend.api.service import Service, decode_request, new_id, random_hex
 from rose_dist.frontend.choice import Choice
+from rose_dist.frontend.errors import ApiError
 from rose_dist.frontend.formats.base import TextDelta
 from rose_dist.frontend.formats.plain import PlainParser
 from rose_dist.frontend.schema.completions import (
@@ -108,10 +109,13 @@ class CompletionAnswer:
 
     def end(self) -> list[bytes]:
         if not self._include_usage:
-            return []
+            return [DONE]
         chunk = self._completion([])
         chunk.usage = self._exchange.usage()
-        return [b"data: " + encode_json(chunk) + b"\n\n"]
+        return [event(chunk), DONE]
+
+    def broken_off(self, error: ApiError) -> list[bytes]:
+        return error_events(error)
 
     def add(self, step: Step) -> None:
         for choice, deltas in step:
@@ -141,7 +145,7 @@ class CompletionAnswer:
         choice = CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=finish_reason)
         chunk = self._completion([choice])
         chunk.usage = None if self._include_usage else UNSET
-        return b"data: " + encode_json(chunk) + b"\n\n"
+        return event(chunk)
 
     def _take_logprobs(self, choice: Choice) -> CompletionLogprobs:
         taken = choice.take_logprobs()
