@@ -158,9 +158,10 @@ class _Parts:
             last.arguments = f"{last.arguments}{arguments}"
 
 
-def _token_logprob(tokenizer: TextCodec, token_id: int, entry: TokenLogprobs) -> schema.TokenLogprob:
-    top = [
-        schema.TopLogprob(tokenizer.token_text(i), logprob, list(tokenizer.token_bytes[i])) for i, logprob in entry.top
-    ]
-    token_bytes = list(tokenizer.token_bytes[token_id])
-    return schema.TokenLogprob(tokenizer.token_text(token_id), entry.logprob, token_bytes, top)
+def top_logprobs(codec: TextCodec, entry: TokenLogprobs) -> list[schema.TopLogprob]:
+    return [schema.TopLogprob(codec.token_text(i), logprob, list(codec.token_bytes[i])) for i, logprob in entry.top]
+
+
+def _token_logprob(codec: TextCodec, token_id: int, entry: TokenLogprobs) -> schema.TokenLogprob:
+    text, token_bytes = codec.token_text(token_id), list(codec.token_bytes[token_id])
+    return schema.TokenLogprob(text, entry.logprob, token_bytes, top_logprobs(codec, entry))

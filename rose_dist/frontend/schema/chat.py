@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from rose_dist.frontend.errors import BadRequestError
-from rose_dist.frontend.formats.base import Conversation, Message, ResponseFormat, Tool, ToolCall
+from rose_dist.frontend.formats.base import Conversation, Message, ResponseFormat, ToolCall
 from rose_dist.frontend.schema.common import Usage
 from rose_dist.frontend.schema.sampling import MAX_TOP_LOGPROBS, Count, GenerationFields
+from rose_dist.frontend.schema.tools import FunctionTool, checked_tool, required_tools
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -42,12 +41,6 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: list[RequestToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
-
-
-class FunctionTool(msgspec.Struct, frozen=True):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
 
 
 class RequestTool(msgspec.Struct, frozen=True):
@@ -102,7 +95,9 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
         Raises:
             BadRequestError: a message or tool is not of an allowed form; the message names the place.
         """
-        tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or [])]
+        tools = [
+            checked_tool(tool.type, tool.function, f"tools[{i}].function") for i, tool in enumerate(self.tools or [])
+        ]
         required = self._required_tools([tool.name for tool in tools])
         return Conversation(
             messages=[_message(message, f"messages[{i}]") for i, message in enumerate(self.messages)],
@@ -115,18 +110,9 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
 
     def _required_tools(self, offered: list[str]) -> list[str]:
         match self.tool_choice:
-            case None | "auto" | "none":
-                return []
-            case "required" if offered:
-                return offered
-            case {"type": "function", "function": {"name": str(name)}} if name in offered:
-                return [name]
-        raise BadRequestError(
-            f"tool_choice: {msgspec.json.encode(self.tool_choice).decode()} does not fit; allowed: `none`, `auto`, "
-            '`required` (with tools), {"type": "function", "function": {"name": …}} with one of '
-            f"{', '.join(offered) or 'the tools, of which there are none'}",
-            param="tool_choice",
-        )
+            case {"type": "function", "function": {"name": str(name)}}:
+                return required_tools(self.tool_choice, name, offered)
+        return required_tools(self.tool_choice, None, offered)
 
     def _response_format(self) -> ResponseFormat | None:
         if (other := self.structured_outputs) is not None:
@@ -189,21 +175,6 @@ def _text(content: str | list[ContentPart] | None, place: str) -> str:
             )
         texts.append(text)
     return "".join(texts)
-
-
-def _tool(tool: RequestTool, place: str) -> Tool:
-    if tool.type != "function":
-        raise BadRequestError(
-            f"{place}.type: `{tool.type}` is not supported; allowed: `function`", param=f"{place}.type"
-        )
-    if not _TOOL_NAME.fullmatch(tool.function.name):
-        raise BadRequestError(
-            f"{place}.function.name: `{tool.function.name}` is not allowed: 1 to 64 letters, digits, `_` or `-`",
-            param=f"{place}.function.name",
-        )
-    return Tool(
-        name=tool.function.name, description=tool.function.description or "", parameters=tool.function.parameters
-    )
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
