@@ -10,12 +10,15 @@ def mpi_environment(base: Mapping[str, str]) -> dict[str, str]:
 
     - `pml=ob1`, `osc=^ucx`: the wheel's UCX parts probe for hardware and complain where there is none.
     - `mpi_yield_when_idle`: with more ranks than cores a waiting rank must not starve the one it waits for.
+    - `btl_sm_eager_limit`: a token's rows at decode go in one message instead of three.
     - `OMPI_ALLOW_RUN_AS_ROOT…`: containers run as root.
     """
     defaults = {
         "OMPI_MCA_pml": "ob1",
         "OMPI_MCA_osc": "^ucx",
         "OMPI_MCA_mpi_yield_when_idle": "1",
+        "OMPI_MCA_btl_sm_eager_limit": "32768",
+        "OMPI_MCA_btl_sm_max_send_size": "65536",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_ALLOW_RUN_AS_ROOT": "1",
