@@ -107,9 +107,10 @@ class Group:
             return rows
         if counts is None:
             counts = self._all_counts(rows.shape[0])
+        assert counts[self.rank] == rows.shape[0], "counts are not what this rank gives"
         gathered = torch.empty(sum(counts), *rows.shape[1:], dtype=rows.dtype)
-        row = row_type(_row_bytes(rows))
-        self._comm.Allgatherv([memory_of(rows), rows.shape[0], row], [memory_of(gathered), list(counts), row])
+        count, row = _rows_of(rows)
+        self._comm.Allgatherv([memory_of(rows), count, row], [memory_of(gathered), list(counts), row])
         return gathered
 
     def _all_counts(self, count: int) -> list[int]:
@@ -122,12 +123,12 @@ class Group:
         if self.size == 1:
             return [tensor]
         parts = torch.empty(self.size if self.rank == root else 0, *tensor.shape, dtype=tensor.dtype)
-        whole = row_type(tensor.nbytes)
-        self._comm.Gather([memory_of(tensor), 1, whole], [memory_of(parts), 1, whole], root)
+        count, row = _rows_of(tensor)
+        self._comm.Gather([memory_of(tensor), count, row], [memory_of(parts), count, row], root)
         return list(parts) if self.rank == root else None
 
     def broadcast_bytes(self, data: bytes | None = None, root: int = 0) -> bytes:
-        """`root`'s bytes, on every rank."""
+        """`root`'s bytes, less than 2 GiB, on every rank."""
         if self.size == 1:
             assert data is not None
             return data
@@ -147,7 +148,7 @@ class Group:
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """`root`'s values into every rank's tensor of the same shape and dtype, in place."""
         if self.size > 1:
-            self._comm.Bcast([memory_of(tensor), 1, row_type(tensor.nbytes)], root)
+            self._comm.Bcast([memory_of(tensor), *_rows_of(tensor)], root)
 
     def all_gather_objects(self, value: T) -> list[T]:
         """Every rank's value, in rank order; pickled, for start-up only."""
@@ -162,7 +163,7 @@ class Group:
         if self.size == 1:
             receive.copy_(send)
             return
-        row = row_type(_row_bytes(send))
+        _, row = _rows_of(send)
         self._comm.Alltoallv([memory_of(send), send_counts, row], [memory_of(receive), receive_counts, row])
 
     def all_to_all_integers(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -179,7 +180,7 @@ class Group:
         """`all_to_all_rows` that goes on in the background until the request is waited for. `send` and `receive` must
         stay untouched until then.
         """
-        row = row_type(_row_bytes(send))
+        _, row = _rows_of(send)
         return self._comm.Ialltoallv([memory_of(send), send_counts, row], [memory_of(receive), receive_counts, row])
 
 
@@ -192,8 +193,10 @@ def memory_of(tensor: torch.Tensor) -> MPI.buffer:
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
 
 
-def _row_bytes(rows: torch.Tensor) -> int:
-    return rows.element_size() * math.prod(rows.shape[1:])
+def _rows_of(tensor: torch.Tensor) -> tuple[int, MPI.Datatype]:
+    """How many rows (of the first dimension), and the datatype of one."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    return rows, row_type(tensor.element_size() * math.prod(tensor.shape[1:]))
 
 
 @cache

@@ -109,7 +109,7 @@ class Mpi(AllToAll):
         assert isinstance(handle, MpiHandle)
         check_combine(self.config, expert_out, dispatched.x.shape[0])
         handle.enter(self, "combine_send")
-        handle.outgoing = torch.empty_like(expert_out).index_copy_(0, handle.order, expert_out)
+        handle.outgoing = expert_out.new_empty(expert_out.shape).index_copy_(0, handle.order, expert_out)
         handle.incoming = expert_out.new_empty(sum(handle.sent), self.config.hidden)
         handle.request = self.group.start_all_to_all_rows(
             handle.outgoing, handle.received, handle.incoming, handle.sent
