@@ -13,9 +13,12 @@ import click
 from rose_dist.errors import RoseError
 
 COMMANDS = {
+    "chat": "Talk with a model in the terminal.",
     "convert": "Make or translate a checkpoint.",
     "doctor": "Say what this machine has and what that allows.",
+    "generate": "Continue prompts, without a server.",
     "launch": "Start a rose command on several MPI ranks.",
+    "serve": "Serve a model behind an OpenAI-compatible API.",
 }
 """Name to one line of help. Command `x` is `rose_dist.cli.x:command`."""
 

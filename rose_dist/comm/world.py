@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from rose_dist.comm.group import Group
 from rose_dist.comm.layout import Layout, LayoutError, Place
 from rose_dist.comm.logs import configure_logging
 from rose_dist.comm.stage_guard import StageGuard
+from rose_dist.errors import RoseError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -28,6 +30,8 @@ logger = logging.getLogger(__name__)
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE")
 """Variables that mpirun or srun set for MPI processes; without any of them the world is this process."""
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+_TURN_SECONDS = 0.5
+"""How much later another rank than 0 speaks of an error that it shares with rank 0."""
 _ABORT_SECONDS = 3.0
 """What MPI gets to end the job in order before the guard kills this rank."""
 
@@ -82,14 +86,17 @@ class World:
             return world
         guard = StageGuard()
         expected = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "?")
-        place = f"[{expected}@{socket.gethostname()}]"
-        guard.arm(timeout, f"{place} rank {expected}: the stage 'start MPI' took more than {timeout:g} s")
+        host = socket.gethostname()
+        guard.arm(timeout, describe(expected, host, "start MPI", f"took more than {timeout:g} s"))
+        started = time.monotonic()
         world = cls(_start_mpi(), guard, timeout)
+        elapsed = time.monotonic() - started
         world._hook_exceptions()
         configure_logging(world.rank, world.host, log_dir, log_level)
         with world.stage("exchange host names", timeout):
             world.hosts = world.group.all_gather_objects(world.host)
-        logger.info("%d ranks on %d hosts: %s", world.size, len(set(world.hosts)), ", ".join(sorted(set(world.hosts))))
+        hosts = sorted(set(world.hosts))
+        logger.info("%d ranks on %d hosts (%s), MPI up in %.2f s", world.size, len(hosts), ", ".join(hosts), elapsed)
         return world
 
     @property
@@ -105,13 +112,14 @@ class World:
     def stage(self, name: str, limit: float | None = None) -> Iterator[None]:
         """Name what this rank does now, for messages. With `limit`, more than that many seconds end the job."""
         before, self._stage = self._stage, name
-        logger.debug("stage: %s", name)
+        started = time.monotonic()
         if self._guard is not None and limit is not None:
             self._guard.arm(limit, self._say(f"took more than {limit:g} s"))
         yield
         # Not in a `finally`: after an exception the stage is still the one to name.
         if self._guard is not None and limit is not None:
             self._guard.disarm()
+        logger.info("%s: done in %.2f s", name, time.monotonic() - started)
         self._stage = before
 
     def groups(self, layout: Layout) -> Groups:
@@ -142,7 +150,7 @@ class World:
         self._end()
 
     def _say(self, message: str) -> str:
-        return f"[{self.rank}@{self.host}] rank {self.rank}, stage '{self._stage}': {message}"
+        return describe(str(self.rank), self.host, self._stage, message)
 
     def _end(self) -> NoReturn:
         logging.shutdown()
@@ -165,6 +173,10 @@ class World:
         threading.excepthook = on_thread_exception
 
     def _fail(self, error: BaseException) -> NoReturn:
+        if isinstance(error, RoseError):
+            # A user's mistake is mostly seen by all ranks at once: let the first one tell it, alone.
+            time.sleep(_TURN_SECONDS * min(self.rank, 2))
+            self.abort(f"error: {error}")
         traceback.print_exception(error)
         self.abort(f"{type(error).__name__}: {error}")
 
@@ -190,6 +202,10 @@ class World:
             self.close()
         elif self.size > 1:
             self._fail(error)
+
+
+def describe(rank: str, host: str, stage: str, message: str) -> str:
+    return f"[{rank}@{host}] rank {rank}, stage '{stage}': {message}"
 
 
 def _start_mpi() -> MPI.Comm:

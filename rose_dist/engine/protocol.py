@@ -54,6 +54,9 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     """Token ids that end the output; empty never stops before `max_tokens`."""
     min_tokens: int = 0
     """Stop ids can't be sampled before this many tokens."""
+    grammar: str | None = None
+    """What the output must match from its first token on: a grammar for llguidance in its JSON form, the stop id at its
+    end included. Tokens outside it can't be sampled."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

@@ -57,6 +57,7 @@ def paged_attention(
         assert n == 1
         queries = q.view(tokens, key_heads, group, head_dim).permute(1, 2, 0, 3)
         k, v = (x[0].transpose(0, 1)[:, None].expand(-1, group, -1, -1) for x in (k, v))
+    out: Tensor
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         queries, k, v, 0.0, False, attn_mask=block.mask, scale=scale
     )

@@ -93,16 +93,17 @@ class Attention(nn.Module):
         Returns:
             [tokens, hidden], summed over the tensor-parallel group.
         """
-        key_heads, head_dim = self.heads.local_key_heads, self.heads.head_dim
-        qkv = self.qkv_proj(x).view(x.shape[0], -1, head_dim)
+        tokens, key_heads = x.shape[0], self.heads.local_key_heads
+        query_heads = self.sinks.shape[0]
+        qkv = self.qkv_proj(x).view(tokens, query_heads + 2 * key_heads, self.heads.head_dim)
         apply_rotary(qkv[:, :-key_heads], cos, sin)
-        q, k, v = qkv.split([qkv.shape[1] - 2 * key_heads, key_heads, key_heads], dim=1)
+        q, k, v = qkv.split([query_heads, key_heads, key_heads], dim=1)
         keys, values = batch.storage.keys[layer], batch.storage.values[layer]
         keys.index_copy_(0, batch.slots, k)
         values.index_copy_(0, batch.slots, v)
         parts = [paged_attention(q, keys, values, block, self.scale, self.sinks) for block in batch.blocks]
         attended = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else q
-        out: Tensor = self.o_proj(attended.reshape(x.shape[0], -1))
+        out: Tensor = self.o_proj(attended.flatten(1))
         self.tp.all_reduce(out)
         return out
 

@@ -77,8 +77,8 @@ class PackedLinear(nn.Module):
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         parent = prefix.rsplit(".", 2)[0]
-        packed = self.weight.split(self.sizes)
-        biases = [None] * len(self.sizes) if self.bias is None else self.bias.split(self.sizes)
+        packed = torch.split(self.weight, self.sizes)
+        biases = [None] * len(self.sizes) if self.bias is None else torch.split(self.bias, self.sizes)
         for (name, (outputs, rows)), weight, bias in zip(self.members.items(), packed, biases, strict=True):
             yield Weight((Piece.of(f"{parent}.{name}.weight", (outputs, self.inputs), rows),), copy_into(weight))
             if bias is not None:

@@ -12,7 +12,7 @@ from rose_dist.comm.layout import LayoutError
 from rose_dist.comm.world import Groups
 from rose_dist.layers.attention import Attention, HeadShare
 from rose_dist.layers.embedding import OutputHead, VocabParallelEmbedding
-from rose_dist.layers.forward_batch import ForwardBatch, KVGroup
+from rose_dist.layers.forward_batch import ForwardBatch, GroupBatch, KVGroup
 from rose_dist.layers.moe import Experts, ExpertShare, MoE
 from rose_dist.layers.norm import RMSNorm
 from rose_dist.models.gpt_oss_config import GptOssConfig
@@ -37,6 +37,23 @@ class GptOssDecoderLayer(nn.Module):
             hidden, config.intermediate_size, held, limit=config.swiglu_limit, mxfp4=config.mxfp4, dtype=dtype
         )
         self.mlp = MoE(hidden, experts, config.num_experts_per_tok, exchange, dtype=dtype)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, place: int, batch: GroupBatch
+    ) -> tuple[Tensor, Tensor]:
+        """The layer's output, [tokens, hidden], is the sum of the two tensors returned; the next layer adds them.
+
+        Args:
+            x, residual: the summands of the input; residual None is zero.
+            place: this layer's place in its KV group, whose part of the step is `batch`.
+        """
+        if residual is None:
+            normed, residual = self.input_layernorm(x), x
+        else:
+            normed, residual = self.input_layernorm.add(x, residual)
+        attended = self.self_attn(normed, cos, sin, place, batch)
+        normed, residual = self.post_attention_layernorm.add(attended, residual)
+        return self.mlp(normed), residual
 
 
 class GptOssModel(nn.Module):
@@ -69,24 +86,15 @@ class GptOssModel(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.cos, self.sin = config.rotary.tables(dtype)
-        self.places = {
-            layer: (group, place)
-            for group, members in enumerate(self.kv_groups)
-            for place, layer in enumerate(members.layers)
-        }
+        self.places = sorted_places(self.kv_groups)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """[tokens, hidden], normalised, of the rows whose logits are wanted."""
         cos, sin = self.cos[batch.positions], self.sin[batch.positions]
-        residual = self.embed_tokens(batch.token_ids)
-        x = self.layers[0].input_layernorm(residual)
-        for index, layer in enumerate(self.layers):
-            if index:
-                x, residual = layer.input_layernorm.add(x, residual)
-            group, place = self.places[index]
-            x = layer.self_attn(x, cos, sin, place, batch.groups[group])
-            x, residual = layer.post_attention_layernorm.add(x, residual)
-            x = layer.mlp(x)
+        x, residual = self.embed_tokens(batch.token_ids), None
+        for layer, (group, place) in zip(self.layers, self.places, strict=True):
+            x, residual = layer(x, residual, cos, sin, place, batch.groups[group])
+        assert residual is not None
         wanted = batch.logits_rows
         normed: Tensor = self.norm(x[wanted] + residual[wanted])
         return normed
@@ -140,3 +148,11 @@ def kv_groups(config: GptOssConfig, heads: HeadShare) -> tuple[KVGroup, ...]:
         for wanted, window in kinds
     )
     return tuple(KVGroup(layers, window, heads.local_key_heads, heads.head_dim) for layers, window in by_kind if layers)
+
+
+def sorted_places(groups: tuple[KVGroup, ...]) -> list[tuple[int, int]]:
+    """For each layer, its KV group and its place in it."""
+    by_layer = {
+        layer: (number, place) for number, group in enumerate(groups) for place, layer in enumerate(group.layers)
+    }
+    return [by_layer[layer] for layer in range(len(by_layer))]

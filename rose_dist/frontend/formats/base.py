@@ -11,6 +11,8 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from rose_dist.errors import RoseError
+
 Section = Literal["reasoning", "content", "tool_call", "control"]
 """What a generated token belongs to. `control`: headers, markers and stop ids; never shown."""
 
@@ -44,11 +46,26 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     parameters: dict[str, Any] | None = None
 
 
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """What the answer's text must match."""
+
+    kind: Literal["json_object", "json_schema", "regex", "lark"]
+    schema: dict[str, Any] = {}
+    """Of kind `json_schema`."""
+    text: str = ""
+    """The regular expression, or the grammar in llguidance's Lark dialect."""
+    name: str = "response"
+    description: str = ""
+
+
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     """What a format renders: the history, the tools offered and the template's own arguments."""
 
     messages: list[Message]
     tools: list[Tool] = []
+    required_tools: list[str] = []
+    """Unless empty, the answer must call one of these: all offered for `tool_choice` required, one for a named one."""
+    response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
     template_arguments: dict[str, Any] = {}
     """The request's `chat_template_kwargs`."""
@@ -98,6 +115,13 @@ class ChatFormat(Protocol):
     def parser(self, conversation: Conversation) -> ChatParser:
         """A fresh parser for one choice that answers `conversation`."""
 
+    def grammar(self, conversation: Conversation) -> str | None:
+        """`Generate.grammar` for `required_tools` or `response_format`; None if neither is set.
 
-class FormatError(ValueError):
+        Raises:
+            FormatError: the schema, expression or grammar is invalid or uses what can't be enforced.
+        """
+
+
+class FormatError(RoseError, ValueError):
     """A conversation that a format can't render; becomes a 400."""

@@ -1,0 +1,130 @@
+"""The vocabulary without a network: the variable, the cache, a checkpoint's tokenizer.json, an installed package."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rose_dist.frontend.formats.harmony_vocabulary import (
+    CONTROL_TEXT,
+    FILE_NAME,
+    SHA256,
+    SIZE,
+    VARIABLE,
+    HarmonyVocabulary,
+    find_ranks_file,
+)
+from rose_dist.vocabulary import VocabularyError, load_token_bytes
+
+
+def _byte_alphabet() -> list[str]:
+    """As GPT-2 defines it, by its own loop."""
+    keep = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    alphabet, extra = [""] * 256, 0
+    for byte in range(256):
+        alphabet[byte] = chr(byte) if byte in keep else chr(256 + extra)
+        extra += byte not in keep
+    return alphabet
+
+
+@pytest.fixture(scope="module")
+def checkpoint(vocabulary, tmp_path_factory):
+    """A directory with a tokenizer.json as gpt-oss checkpoints have it."""
+    alphabet = _byte_alphabet()
+    entries = {"".join(alphabet[byte] for byte in text): i for i, text in enumerate(vocabulary.token_bytes)}
+    added = [{"id": token_id, "content": text, "special": True} for token_id, text in CONTROL_TEXT.items()]
+    added.append({"id": 200_020, "content": "<plain>", "special": False})
+    tokenizer = {"decoder": {"type": "ByteLevel"}, "added_tokens": added, "model": {"vocab": entries}}
+    directory = tmp_path_factory.mktemp("checkpoint")
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return directory
+
+
+@pytest.fixture
+def no_sources(monkeypatch, tmp_path):
+    """Neither variable nor cache nor package."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    return tmp_path
+
+
+def test_bytes_of_a_tokenizer_json(vocabulary, checkpoint):
+    token_bytes = load_token_bytes(checkpoint / "tokenizer.json")
+    assert token_bytes[: len(vocabulary.token_bytes)] == vocabulary.token_bytes
+    assert {token_bytes[token_id] for token_id in CONTROL_TEXT} == {b""}
+    assert token_bytes[200_020] == b"<plain>"
+
+
+def test_rebuilt_from_a_checkpoint(no_sources, checkpoint):
+    path = find_ranks_file(checkpoint)
+    assert path == no_sources / "cache" / "rose" / FILE_NAME
+    assert find_ranks_file() == path, "the second time the cache serves"
+
+
+def test_from_the_installed_package(monkeypatch, tmp_path):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert find_ranks_file().parent == tmp_path / "rose"
+
+
+def test_nothing_found_names_the_variable(no_sources, tmp_path):
+    with pytest.raises(VocabularyError, match=f"{VARIABLE}.*{FILE_NAME}.*bpe-openai"):
+        find_ranks_file(tmp_path)
+
+
+def test_wrong_file_is_refused(monkeypatch, tmp_path):
+    (tmp_path / FILE_NAME).write_text("IQ== 0\n")
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    with pytest.raises(VocabularyError, match=f"{SHA256}.*another file"):
+        find_ranks_file()
+
+
+def test_another_models_tokenizer_does_not_serve(no_sources, tmp_path):
+    tokenizer = {"decoder": {"type": "ByteLevel"}, "added_tokens": [], "model": {"vocab": {"a": 0}}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(VocabularyError, match=VARIABLE):
+        find_ranks_file(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"decoder": {"type": "Metaspace"}, "model": {}, "added_tokens": []}'])
+def test_unreadable_tokenizer(tmp_path, text):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(text)
+    with pytest.raises(VocabularyError, match=r"tokenizer\.json"):
+        load_token_bytes(path)
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(VocabularyError, match="No such file"):
+        load_token_bytes(tmp_path / "nothing.tiktoken")
+
+
+def test_the_environment_is_left_as_it_was(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    HarmonyVocabulary.find()
+    assert find_ranks_file().name == FILE_NAME
+
+
+def test_control_ids(vocabulary, library):
+    for token_id, text in CONTROL_TEXT.items():
+        assert library.encode(text, allowed_special="all") == [token_id] == vocabulary.encode_with_control(text)
+        assert token_id not in vocabulary.encode(text)
+        assert token_id < SIZE
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text())
+def test_encode_and_decode(vocabulary, library, text):
+    ids = vocabulary.encode(text)
+    assert ids == library.encode(text, disallowed_special=())
+    assert vocabulary.decode(ids) == text
+    assert b"".join(map(vocabulary.bytes_of, ids)) == text.encode()
+
+
+def test_long_runs_are_cut_and_other_text_is_not(vocabulary, library):
+    prose = "The quick brown fox jumps over 13 lazy dogs. " * 300
+    assert vocabulary.encode(prose) == library.encode(prose)
+    for text in ("a" * 10_000, " " * 10_000, "東" * 9_000 + " x"):
+        assert vocabulary.decode(vocabulary.encode(text)) == text
