@@ -8,10 +8,9 @@ import sys
 
 import msgspec
 
+from rose_dist.errors import RoseError
 from rose_dist.frontend.config import LaunchSpec
-from rose_dist.frontend.formats.base import FormatError
 from rose_dist.frontend.server import die_with_parent, serve
-from rose_dist.frontend.tokenizer import TokenizerError
 
 
 def main() -> None:
@@ -23,7 +22,7 @@ def main() -> None:
     die_with_parent(spec.parent_pid)
     try:
         serve(spec.config, spec.leaders, socket.socket(fileno=spec.listen_fd))
-    except (TokenizerError, FormatError) as error:
+    except RoseError as error:
         sys.exit(str(error))
 
 

@@ -32,6 +32,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     max_body_bytes: int = 8_000_000
     max_choices: int = 128
     """Most choices (prompts × n) of one request."""
+    stored_responses: int = 1000
+    """Responses that each frontend process keeps for retrieval and `previous_response_id`."""
     drain_timeout_s: float = 30.0
     """After SIGTERM, how long running requests may go on."""
 

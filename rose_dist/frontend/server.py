@@ -22,9 +22,8 @@ from rose_dist.frontend.api.service import Service
 from rose_dist.frontend.config import FrontendConfig
 from rose_dist.frontend.engine_client import EngineClient
 from rose_dist.frontend.errors import UnavailableError
-from rose_dist.frontend.formats.choose import choose_format
+from rose_dist.frontend.formats.choose import choose_format, load_codec
 from rose_dist.frontend.metrics import Metrics
-from rose_dist.frontend.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ def serve(config: FrontendConfig, leaders: Sequence[str], listen_socket: socket.
     Raises:
         TokenizerError, FormatError: the checkpoint's files can't be used.
     """
-    tokenizer = Tokenizer(config.model_path)
+    tokenizer = load_codec(config.model_path)
     chat_format = choose_format(config.chat_format, tokenizer, template_path=config.chat_template)
     client = EngineClient(leaders)
     metrics = Metrics(config.name, client.leaders)
