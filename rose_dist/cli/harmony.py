@@ -121,9 +121,7 @@ class _RequestMessage(msgspec.Struct):
             role=self.role,
             content=content if isinstance(content, str) else "".join(part.text for part in content),
             reasoning=self.reasoning or self.reasoning_content or "",
-            tool_calls=[
-                ToolCall(id=c.id, name=c.function.name, arguments=c.function.arguments) for c in self.tool_calls or []
-            ],
+            tool_calls=[ToolCall(id=i, name=function.name, arguments=function.arguments) for i, function in calls],
             tool_call_id=self.tool_call_id,
             name=self.name,
         )

@@ -38,8 +38,10 @@ class GrammarCompiler:
         """Start a grammar, given as in `Generate.grammar`.
 
         Raises:
-            GrammarError: the grammar is invalid.
+            GrammarError: the grammar is invalid, or lets llguidance choose tokens, for which it would need a tokenizer.
         """
+        if "no_forcing" not in text:
+            raise GrammarError('the grammar must set %llguidance {"no_forcing": true}')
         return TokenGrammar(LLMatcher(self._tokenizer, text, log_level=0))
 
     def empty_masks(self, rows: int) -> NDArray[np.int32]:
@@ -98,5 +100,5 @@ class _Vocabulary:
         self.eos_token_id = self.special_token_ids[-1]
 
     def __call__(self, text: bytes) -> list[int]:
-        """Asked for only to predict tokens that a grammar forces, which is not used here."""
+        """Asked for only by grammars without `no_forcing`."""
         return []
