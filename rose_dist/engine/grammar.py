@@ -1,8 +1,9 @@
 """Token masks from grammars: what may be sampled next, given what was sampled.
 
 A leader makes one `GrammarCompiler` for its vocabulary and a `TokenGrammar` for each request that has a grammar. A mask
-takes microseconds to a millisecond of one core and releases the interpreter lock, so that it can be computed while the
-model runs: `accept` what the last step sampled, `fill_masks` during the forward pass, apply before sampling.
+takes 3 to 200 us of one core for 200,000 ids, where a part of the grammar is met first up to 10 ms, and releases the
+interpreter lock, so that it can be computed while the model runs: `accept` what the last step sampled, `fill_masks`
+during the forward pass, apply before sampling.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ class GrammarCompiler:
 
     def compile(self, text: str) -> TokenGrammar:
         """Start a grammar, given as in `Generate.grammar`.
+
+        Takes about a millisecond, for an extreme one up to a second, and releases the interpreter lock: not for the
+        thread that steps the model.
 
         Raises:
             GrammarError: the grammar is invalid, or lets llguidance choose tokens, for which it would need a tokenizer.
