@@ -44,12 +44,12 @@ def best(run: Callable[[], None]) -> float:
 
 
 def parser_us_per_token(harmony: HarmonyFormat) -> dict[str, float]:
-    call = f'<|channel|>commentary to=functions.get_weather_1 <|constrain|>json<|message|>{{"a": "{SENTENCES * 8}"}}<|call|>'
+    text = SENTENCES * 8
+    call = f"<|channel|>commentary to=functions.get_weather_1 <|constrain|>json<|message|>{text}<|call|>"
     turns = {
-        "one answer of 20,000 tokens": f"<|channel|>final<|message|>{SENTENCES * 700}<|return|>",
-        "reasoning, then a call, 500 tokens": f"<|channel|>analysis<|message|>{SENTENCES * 8}<|end|><|start|>assistant{call}",
-        "short messages, 12 tokens each": "<|start|>assistant<|channel|>analysis<|message|>one two three four<|end|>"
-        * 500,
+        "one long answer": f"<|channel|>final<|message|>{SENTENCES * 700}<|return|>",
+        "reasoning, then a call": f"<|channel|>analysis<|message|>{text}<|end|><|start|>assistant{call}",
+        "messages of 10 tokens": "<|start|>assistant<|channel|>analysis<|message|>one two three four<|end|>" * 500,
     }
     conversation = Conversation(messages=[], tools=TOOLS)
     figures = {}
