@@ -1,0 +1,80 @@
+"""All experts are here: nothing travels, rows are put in expert order and summed back."""
+
+from __future__ import annotations
+
+import torch
+
+from rose_dist.comm.all_to_all.packing import (
+    Packing,
+    check_combine,
+    check_dispatch,
+    check_out,
+    starts,
+    weighted_sum,
+    write_out,
+)
+from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig, Dispatched, Handle, Routing
+
+
+class LocalHandle(Handle):
+    """Between the halves: the rows in expert order, then the experts' results."""
+
+    packing: Packing
+    x: torch.Tensor
+    scales: torch.Tensor | None
+    expert_out: torch.Tensor
+
+
+class Local(AllToAll):
+    """The all-to-all of one rank that holds every expert, or those of `local_experts`: other ids are skipped."""
+
+    def __init__(self, config: AllToAllConfig, local_experts: range | None = None) -> None:
+        self.config = config
+        self.local_experts = range(config.num_experts) if local_experts is None else local_experts
+        self.rows_sent = 0
+
+    def dispatch_send(
+        self,
+        x: torch.Tensor,
+        routing: Routing,
+        *,
+        scales: torch.Tensor | None = None,
+        rows: torch.Tensor | int | None = None,
+    ) -> LocalHandle:
+        live = check_dispatch(self.config, x, routing, scales, rows)
+        handle = LocalHandle(self, routing, x.shape[0], live)
+        handle.packing = Packing.of(routing.ids[:live].numpy(), self.local_experts)
+        index = torch.from_numpy(handle.packing.tokens)
+        handle.x = x.index_select(0, index)
+        handle.scales = None if scales is None else scales.index_select(0, index)
+        return handle
+
+    def dispatch_recv(self, handle: Handle) -> Dispatched:
+        assert isinstance(handle, LocalHandle)
+        handle.enter(self, "dispatch_recv")
+        counts = handle.packing.counts
+        return Dispatched(
+            x=handle.x,
+            scales=handle.scales,
+            counts=torch.from_numpy(counts).int(),
+            offsets=torch.from_numpy(starts(counts)),
+            handle=handle,
+        )
+
+    def combine_send(self, expert_out: torch.Tensor, dispatched: Dispatched) -> None:
+        handle = dispatched.handle
+        assert isinstance(handle, LocalHandle)
+        check_combine(self.config, expert_out, dispatched.x.shape[0])
+        handle.enter(self, "combine_send")
+        handle.expert_out = expert_out
+
+    def combine_recv(self, dispatched: Dispatched, *, out: torch.Tensor, accumulate: bool = False) -> None:
+        handle = dispatched.handle
+        assert isinstance(handle, LocalHandle)
+        check_out(self.config, out, handle.tokens)
+        handle.enter(self, "combine_recv")
+        write_out(self.reduce(handle), out, handle.live, accumulate)
+
+    def reduce(self, handle: LocalHandle) -> torch.Tensor:
+        """[live, hidden] fp32: the weighted sums over this rank's experts."""
+        return weighted_sum(handle.expert_out, handle.packing.slots, handle.routing.weights[: handle.live])

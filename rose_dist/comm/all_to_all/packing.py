@@ -1,0 +1,119 @@
+"""The arithmetic that all CPU implementations share: checking, ordering rows by expert, and the weighted sum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rose_dist.comm.all_to_all.protocol import AllToAllConfig, Routing
+
+Int64Array = npt.NDArray[np.int64]
+
+_SUM_ELEMENTS = 1 << 20
+"""Elements of the products that `weighted_sum` holds at once."""
+
+
+def check_dispatch(
+    config: AllToAllConfig,
+    x: torch.Tensor,
+    routing: Routing,
+    scales: torch.Tensor | None,
+    rows: torch.Tensor | int | None,
+) -> int:
+    """The number of live rows. Raises `ValueError` for whatever construction doesn't allow."""
+    tokens = x.shape[0]
+    if tokens > config.max_tokens:
+        raise ValueError(f"{tokens} tokens are more than the {config.max_tokens} that this all-to-all was built for")
+    _expect("x", x, (tokens, config.hidden), config.dtype)
+    _expect("routing.ids", routing.ids, (tokens, config.top_k), torch.int32)
+    _expect("routing.weights", routing.weights, (tokens, config.top_k), torch.float32)
+    if (scales is not None) != (config.scale_dim > 0):
+        raise ValueError(
+            f"built for {config.scale_dim} scales a row, but scales are {'' if scales is None else 'not '}None"
+        )
+    if scales is not None:
+        _expect("scales", scales, (tokens, config.scale_dim), config.scale_dtype)
+    live = tokens if rows is None else int(rows)
+    if not 0 <= live <= tokens:
+        raise ValueError(f"rows is 0 to the {tokens} rows of x, got {live}")
+    ids = routing.ids[:live].numpy()
+    if ids.size and (ids.min() < -1 or ids.max() >= config.num_experts):
+        raise ValueError(f"expert ids are −1 to {config.num_experts - 1}, got {ids.min()} to {ids.max()}")
+    return live
+
+
+def check_combine(config: AllToAllConfig, expert_out: torch.Tensor, rows: int) -> None:
+    _expect("expert_out", expert_out, (rows, config.hidden), config.expert_dtype)
+
+
+def check_out(config: AllToAllConfig, out: torch.Tensor, tokens: int) -> None:
+    if tuple(out.shape) != (tokens, config.hidden):
+        raise ValueError(f"out is {[tokens, config.hidden]}, got {list(out.shape)}")
+
+
+def _expect(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+        raise ValueError(f"{name} is {list(shape)} of {dtype}, got {list(tensor.shape)} of {tensor.dtype}")
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Rows ordered by expert, then by token, then by place in the top k."""
+
+    tokens: Int64Array
+    """[rows], the token that each packed row is of."""
+    slots: Int64Array
+    """[tokens, top_k], the packed row of each pair; −1 if it has none."""
+    counts: Int64Array
+    """[experts], rows of each."""
+
+    @classmethod
+    def of(cls, ids: npt.NDArray[np.int32], experts: range) -> Packing:
+        """Of `ids` [tokens, top_k], the pairs that name one of `experts`, a range of step 1."""
+        local = ids.ravel().astype(np.int64) - experts.start
+        kept = np.flatnonzero((local >= 0) & (local < len(experts)) & (ids.ravel() >= 0))
+        order = kept[np.argsort(local[kept], kind="stable")]
+        slots = np.full(local.size, -1, np.int64)
+        slots[order] = np.arange(order.size)
+        counts = np.bincount(local[kept], minlength=len(experts))
+        return cls(order // ids.shape[1], slots.reshape(ids.shape), counts)
+
+
+def starts(counts: Int64Array) -> Int64Array:
+    """[n] counts to [n + 1] offsets: where each part starts, and the total."""
+    offsets = np.zeros(counts.size + 1, np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets
+
+
+def weighted_sum(rows: torch.Tensor, slots: Int64Array, weights: torch.Tensor) -> torch.Tensor:
+    """[tokens, hidden] fp32: the sum over j of weights[:, j] · rows[slots[:, j]], in the order of j.
+
+    `rows` [rows, hidden] of any floating dtype, `slots` [tokens, top_k] with −1 for nothing, `weights` [tokens,
+    top_k] fp32. Each product and each partial sum is rounded to fp32.
+    """
+    tokens, top_k = slots.shape
+    total = torch.zeros(tokens, rows.shape[1], dtype=torch.float32)
+    if not rows.shape[0]:
+        return total
+    block = max(1, _SUM_ELEMENTS // (top_k * rows.shape[1]))
+    for start in range(0, tokens, block):
+        part = slots[start : start + block]
+        index = torch.from_numpy(np.maximum(part, 0).ravel())
+        products = rows.index_select(0, index).float().view(*part.shape, -1)
+        products *= weights[start : start + block].unsqueeze(-1)
+        if part.min() < 0:
+            products.masked_fill_(torch.from_numpy(part < 0).unsqueeze(-1), 0.0)
+        for j in range(top_k):
+            total[start : start + block] += products[:, j]
+    return total
+
+
+def write_out(total: torch.Tensor, out: torch.Tensor, live: int, accumulate: bool) -> None:
+    """Round the fp32 sums [live, hidden] into `out`'s first `live` rows, or add them to what stands there."""
+    if accumulate:
+        total = out[:live].float() + total
+    out[:live].copy_(total)

@@ -1,0 +1,173 @@
+"""What every MoE all-to-all promises: rows go to the ranks that hold their experts and come back as a weighted sum."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllToAllConfig:
+    """Every size that an all-to-all is built from. All ranks of a group must give the same."""
+
+    num_experts: int
+    top_k: int
+    """Experts a token, 1 to 32."""
+    hidden: int
+    """Elements a row. Implementations on GPUs need rows of a multiple of 16 bytes."""
+    max_tokens: int
+    """Most tokens that one `dispatch` may be given on one rank."""
+    dtype: torch.dtype = torch.float32
+    """Of the rows dispatched."""
+    out_dtype: torch.dtype | None = None
+    """Of the experts' output rows; None: as `dtype`."""
+    scale_dim: int = 0
+    """Scales a row that travel along; 0: none."""
+    scale_dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= 32:
+            raise ValueError(f"top_k is 1 to 32, got {self.top_k}")
+        for name in ("num_experts", "hidden", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is at least 1, got {getattr(self, name)}")
+        if self.scale_dim < 0:
+            raise ValueError(f"scale_dim is at least 0, got {self.scale_dim}")
+
+    @property
+    def expert_dtype(self) -> torch.dtype:
+        """Of the experts' output rows."""
+        return self.out_dtype or self.dtype
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where each token goes. An id may appear twice in a row: both weights count."""
+
+    ids: torch.Tensor
+    """[tokens, top_k] int32, expert ids; −1: skip, whatever the weight is."""
+    weights: torch.Tensor
+    """[tokens, top_k] fp32."""
+
+
+class Handle:
+    """The record of one dispatch: it owns the routing that `combine` uses, so another can't be given.
+
+    Implementations extend it. It goes through the halves in order, once each.
+    """
+
+    _HALVES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
+
+    def __init__(self, owner: AllToAll, routing: Routing, tokens: int, live: int) -> None:
+        self.owner = owner
+        self.routing = routing
+        self.tokens = tokens
+        """Rows of the `x` given, and of the `out` that `combine` takes."""
+        self.live = live
+        """Rows up to the bound."""
+        self._done = 1
+
+    def enter(self, owner: AllToAll, half: str) -> None:
+        """Check that `half` is `owner`'s next step; raises `RuntimeError` otherwise."""
+        if self.owner is not owner:
+            raise RuntimeError(f"{half} was given a handle of another all-to-all")
+        due = self._HALVES[self._done] if self._done < len(self._HALVES) else "nothing: it is combined"
+        if half != due:
+            raise RuntimeError(f"{half} is out of turn for this dispatch, due is {due}")
+        self._done += 1
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """The rows for this rank's experts. Local expert e has rows `offsets[e]` to `offsets[e] + counts[e]`, in the order
+    of the ranks they came from, then of their tokens, then of their place in the top k.
+    """
+
+    x: torch.Tensor
+    """[rows, hidden] as dispatched. It may hold padding rows between experts, of any value."""
+    scales: torch.Tensor | None
+    """[rows, scale_dim], or None if the construction has none."""
+    counts: torch.Tensor
+    """[local_experts] int32, rows of each local expert."""
+    offsets: torch.Tensor
+    """[local_experts + 1] int64, where each expert's rows start; the last is the number of rows."""
+    handle: Handle
+
+
+class AllToAll(Protocol):
+    """Dispatch and combine for one layer after another. All ranks of the group make the same calls in the same order,
+    from one thread; a rank without tokens gives `x` of shape [0, hidden]. Two dispatches may be in flight.
+
+    Every rank of a TP group gives the same tokens and gets all their results.
+    """
+
+    config: AllToAllConfig
+    local_experts: range
+    """Ids of the experts that this rank holds (or holds a slice of)."""
+    rows_sent: int
+    """Rows that this rank has dispatched to experts of other ranks since construction."""
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        routing: Routing,
+        *,
+        scales: torch.Tensor | None = None,
+        rows: torch.Tensor | int | None = None,
+    ) -> Dispatched:
+        """Send each row of `x` to the experts that `routing` names, and receive the rows for this rank's experts.
+
+        `x` is [tokens, hidden] of `config.dtype`, `scales` [tokens, scale_dim]. `rows` bounds the live rows (an int,
+        or a tensor of one element): rows beyond it are neither sent nor written by `combine`.
+
+        Raises `ValueError` for more tokens than `config.max_tokens`, for other shapes or dtypes than the
+        construction's, and for ids outside −1 … num_experts − 1.
+        """
+        return self.dispatch_recv(self.dispatch_send(x, routing, scales=scales, rows=rows))
+
+    def combine(
+        self, expert_out: torch.Tensor, dispatched: Dispatched, *, out: torch.Tensor, accumulate: bool = False
+    ) -> None:
+        """Bring the experts' results back: out[t] = Σ_j weights[t, j] · expert_out of (t, ids[t, j]).
+
+        `expert_out` is [rows, hidden] of `config.expert_dtype`, in the order of `dispatched.x`; `out` is [tokens,
+        hidden] of any floating dtype. Products and the sum are rounded to fp32, in top-k order, and rounded to
+        `out`'s dtype at the end, so that the bits are the same from run to run and with every implementation; only
+        `TensorParallel` sums each rank's experts first, then over ranks in rank order. With `accumulate`, `out`'s
+        old value is added to the sum before that rounding. A token without experts gives zeros.
+
+        Raises `RuntimeError` if `dispatched` was combined before or is another all-to-all's, and `ValueError` for other
+        shapes.
+        """
+        self.combine_send(expert_out, dispatched)
+        self.combine_recv(dispatched, out=out, accumulate=accumulate)
+
+    @abstractmethod
+    def dispatch_send(
+        self,
+        x: torch.Tensor,
+        routing: Routing,
+        *,
+        scales: torch.Tensor | None = None,
+        rows: torch.Tensor | int | None = None,
+    ) -> Handle:
+        """The first half of `dispatch`. Work that needs no result may run before `dispatch_recv`."""
+        ...
+
+    @abstractmethod
+    def dispatch_recv(self, handle: Handle) -> Dispatched:
+        """The second half of `dispatch`; to be called in the order of the sends."""
+        ...
+
+    @abstractmethod
+    def combine_send(self, expert_out: torch.Tensor, dispatched: Dispatched) -> None:
+        """The first half of `combine`."""
+        ...
+
+    @abstractmethod
+    def combine_recv(self, dispatched: Dispatched, *, out: torch.Tensor, accumulate: bool = False) -> None:
+        """The second half of `combine`."""
+        ...

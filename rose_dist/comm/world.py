@@ -1,0 +1,218 @@
+"""The job's ranks: how they find each other, share out into groups, and end together."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn
+
+from rose_dist.comm.group import Group
+from rose_dist.comm.layout import Layout, LayoutError, Place
+from rose_dist.comm.logs import configure_logging
+from rose_dist.comm.stage_guard import StageGuard
+from rose_dist.errors import RoseError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+logger = logging.getLogger(__name__)
+
+_LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE")
+"""Variables that mpirun or srun set for MPI processes; without any of them the world is this process."""
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+_TURN_SECONDS = 0.5
+"""How much later another rank than 0 speaks of an error that it shares with rank 0."""
+_ABORT_SECONDS = 3.0
+"""What MPI gets to end the job in order before the guard kills this rank."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """This rank's groups under one layout."""
+
+    layout: Layout
+    place: Place
+    tp: Group
+    """The ranks with the same tokens."""
+    ep: Group
+    """The ranks that hold the other shards of the experts."""
+    lockstep: Group
+    """The ranks that must run the same number of steps."""
+
+    def free(self) -> None:
+        """Give the communicators back; collective over the world."""
+        for group in (self.tp, self.ep, self.lockstep):
+            group.free()
+
+
+class World:
+    """All ranks of the job. To be used in a `with` block: leaving it in order ends MPI in order, an exception out of it
+    on any rank ends the whole job at once with a non-zero exit code.
+    """
+
+    def __init__(self, communicator: MPI.Comm | None, guard: StageGuard | None, limit: float) -> None:
+        """`join` makes one."""
+        self.group = Group(communicator)
+        self.rank = self.group.rank
+        self.size = self.group.size
+        self.host = socket.gethostname()
+        self.hosts: list[str] = [self.host]
+        """By rank."""
+        self._communicator = communicator
+        self._guard = guard
+        self._limit = limit
+        self._stage = "start"
+
+    @classmethod
+    def join(cls, timeout: float = 60.0, log_dir: Path | None = None, log_level: int = logging.INFO) -> World:
+        """Meet the other ranks; without mpirun or srun, a world of one. No stage of start-up may take longer than
+        `timeout` seconds: it ends the job with a message that names rank, host and stage.
+
+        Configures logging, and has an uncaught exception on this rank end the job.
+        """
+        if not any(name in os.environ for name in _LAUNCHED):
+            world = cls(None, None, timeout)
+            configure_logging(0, world.host, log_dir, log_level)
+            return world
+        guard = StageGuard()
+        expected = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "?")
+        host = socket.gethostname()
+        guard.arm(timeout, describe(expected, host, "start MPI", f"took more than {timeout:g} s"))
+        started = time.monotonic()
+        world = cls(_start_mpi(), guard, timeout)
+        elapsed = time.monotonic() - started
+        world._hook_exceptions()
+        configure_logging(world.rank, world.host, log_dir, log_level)
+        with world.stage("exchange host names", timeout):
+            world.hosts = world.group.all_gather_objects(world.host)
+        hosts = sorted(set(world.hosts))
+        logger.info("%d ranks on %d hosts (%s), MPI up in %.2f s", world.size, len(hosts), ", ".join(hosts), elapsed)
+        return world
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number among those of its host."""
+        return self.hosts[: self.rank].count(self.host)
+
+    @property
+    def local_size(self) -> int:
+        return self.hosts.count(self.host)
+
+    @contextmanager
+    def stage(self, name: str, limit: float | None = None) -> Iterator[None]:
+        """Name what this rank does now, for messages. With `limit`, more than that many seconds end the job."""
+        before, self._stage = self._stage, name
+        started = time.monotonic()
+        if self._guard is not None and limit is not None:
+            self._guard.arm(limit, self._say(f"took more than {limit:g} s"))
+        yield
+        # Not in a `finally`: after an exception the stage is still the one to name.
+        if self._guard is not None and limit is not None:
+            self._guard.disarm()
+        logger.info("%s: done in %.2f s", name, time.monotonic() - started)
+        self._stage = before
+
+    def groups(self, layout: Layout) -> Groups:
+        """This rank's groups. Collective over the world, with the same layout."""
+        if layout.world != self.size:
+            raise LayoutError(f"{layout} is for {layout.world} ranks, the world has {self.size}")
+        place = layout.at(self.rank)
+        with self.stage(f"make groups for {layout}", self._limit):
+            return Groups(
+                layout=layout,
+                place=place,
+                tp=self._split(place.tp_members),
+                ep=self._split(place.ep_members),
+                lockstep=self._split(place.lockstep_members),
+            )
+
+    def _split(self, members: range) -> Group:
+        if self._communicator is None:
+            return Group(None)
+        # Members are in rank order, so that the first one's rank names the group.
+        communicator = self._communicator.Split(members[0], self.rank)
+        assert communicator.size == len(members)
+        return Group(communicator)
+
+    def abort(self, message: str) -> NoReturn:
+        """End the job on all ranks with exit code 1 and one message that names this rank, its host and its stage."""
+        print(self._say(message), file=sys.stderr, flush=True)
+        self._end()
+
+    def _say(self, message: str) -> str:
+        return describe(str(self.rank), self.host, self._stage, message)
+
+    def _end(self) -> NoReturn:
+        logging.shutdown()
+        sys.stdout.flush()
+        if self._communicator is not None:
+            if self._guard is not None:
+                self._guard.arm(_ABORT_SECONDS, "")
+            self._communicator.Abort(1)
+        os._exit(1)
+
+    def _hook_exceptions(self) -> None:
+        def on_exception(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+            self._fail(value)
+
+        def on_thread_exception(arguments: threading.ExceptHookArgs) -> None:
+            if arguments.exc_value is not None:
+                self._fail(arguments.exc_value)
+
+        sys.excepthook = on_exception
+        threading.excepthook = on_thread_exception
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        if isinstance(error, RoseError):
+            # A user's mistake is mostly seen by all ranks at once: let the first one tell it, alone.
+            time.sleep(_TURN_SECONDS * min(self.rank, 2))
+            self.abort(f"error: {error}")
+        traceback.print_exception(error)
+        self.abort(f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Leave MPI in order; waits for all ranks. The world can't be used afterwards."""
+        if self._communicator is None:
+            return
+        from mpi4py import MPI  # noqa: PLC0415  only where a communicator exists
+
+        with self.stage("leave MPI", self._limit):
+            MPI.Finalize()
+        self._communicator = None
+        if self._guard is not None:
+            self._guard.close()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+            self.close()
+        elif self.size > 1:
+            self._fail(error)
+
+
+def describe(rank: str, host: str, stage: str, message: str) -> str:
+    return f"[{rank}@{host}] rank {rank}, stage '{stage}': {message}"
+
+
+def _start_mpi() -> MPI.Comm:
+    import mpi4py  # noqa: PLC0415  a world of one needs no MPI
+
+    mpi4py.rc.finalize = False  # else a rank that fails would wait at exit for the others
+    mpi4py.rc.thread_level = "multiple"
+    from mpi4py import MPI  # noqa: PLC0415
+
+    return MPI.COMM_WORLD

@@ -1,0 +1,98 @@
+"""One rank's engine: what it does in every step, together with its peers."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from rose_dist.comm.world import Groups
+from rose_dist.engine.config import EngineConfig
+from rose_dist.engine.kv_cache import KVCache
+from rose_dist.engine.protocol import Generate, Ready
+from rose_dist.engine.runner import ModelRunner
+from rose_dist.engine.sampler import sample
+from rose_dist.engine.scheduler import Delivery, Plan, Scheduler
+from rose_dist.engine.step import Step
+from rose_dist.models.checkpoint import Progress
+from rose_dist.models.gpt_oss import GptOssForCausalLM
+from rose_dist.models.loader import load_model
+
+
+class Outcome(enum.Enum):
+    """What the ranks of a lockstep group found together.
+
+    IDLE: no rank has work. STOPPED: besides, all leaders want to end.
+    """
+
+    WORKED = enum.auto()
+    IDLE = enum.auto()
+    STOPPED = enum.auto()
+
+
+class Engine:
+    """The model on this rank and, on the leader of a data-parallel replica, its scheduler.
+
+    Ranks that share experts or heads step together: `step` is collective over the lockstep group.
+    """
+
+    def __init__(self, config: EngineConfig, groups: Groups, model: GptOssForCausalLM) -> None:
+        self.config = config
+        self.groups = groups
+        self.leader = groups.tp.rank == 0
+        self.runner = ModelRunner(model, config)
+        self.max_context = min(config.max_context or model.config.max_context, model.config.max_context)
+        kv = KVCache(self.runner.specs, config.block_size, config.prefix_cache)
+        self.scheduler = Scheduler(config, kv, self.max_context)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Step)
+
+    @classmethod
+    def load(cls, config: EngineConfig, groups: Groups, progress: Progress | None = None) -> Engine:
+        """Read the checkpoint's part for this rank."""
+        model = load_model(
+            config.model, groups, max_tokens=config.max_step_tokens, dtype=config.torch_dtype, progress=progress
+        )
+        return cls(config, groups, model)
+
+    def ready(self) -> Ready:
+        return Ready(
+            dp_rank=self.groups.place.dp_rank,
+            dp_size=self.groups.layout.dp,
+            max_context=self.max_context,
+            kv_capacity=self.scheduler.kv.capacity,
+            max_running=self.config.max_running,
+            max_waiting=self.config.max_waiting,
+            layout=str(self.groups.layout),
+        )
+
+    def submit(self, client: bytes, generate: Generate) -> list[Delivery]:
+        """Queue a request on this leader; what is delivered at once is its refusal."""
+        refusal = self.scheduler.add(client, generate)
+        return [] if refusal is None else [(client, refusal)]
+
+    def step(self, *, stop: bool = False) -> tuple[Outcome, list[Delivery]]:
+        """Agree with the peers whether anyone has work and, if so, run one step.
+
+        Args:
+            stop: this leader wants to end once nobody has work; ignored on other ranks, which always do.
+        """
+        plan = self.scheduler.schedule() if self.leader else Plan(Step(), ())
+        staying = self.leader and not stop
+        work, stay = self.groups.lockstep.all_reduce_max([bool(plan.step.sequences), staying])
+        if not work:
+            return (Outcome.IDLE if stay else Outcome.STOPPED), []
+        return Outcome.WORKED, self._run(plan)
+
+    def _run(self, plan: Plan) -> list[Delivery]:
+        step = plan.step
+        if self.groups.tp.size > 1:
+            step = self._decoder.decode(
+                self.groups.tp.broadcast_bytes(self._encoder.encode(step) if self.leader else None)
+            )
+        logits = self.runner.run(step)
+        if logits is None:
+            return []
+        deliveries = self.scheduler.complete(plan, sample(logits, plan.sampling))
+        self.scheduler.stats.rows_sent = self.runner.model.rows_sent
+        return deliveries

@@ -1,0 +1,51 @@
+"""Generation without a server: the first rank hands requests to its engine and reads the outputs itself."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from types import TracebackType
+
+from rose_dist.engine.doorbell import Doorbell
+from rose_dist.engine.engine import Engine, Outcome
+from rose_dist.engine.protocol import Generate, Output
+
+
+class OfflineSession:
+    """Used on rank 0, a leader; the other ranks of its lockstep group are in `loop.serve`. Leaving the `with` block
+    lets them end.
+    """
+
+    CLIENT = b"offline"
+
+    def __init__(self, engine: Engine, bell: Doorbell) -> None:
+        self.engine = engine
+        self.bell = bell
+        outcome, _ = engine.step()
+        assert outcome is Outcome.IDLE  # the peers' first agreement
+
+    def run(self, requests: Iterable[Generate]) -> Generator[Output, None, None]:
+        """Outputs of all requests as they come, until all are finished. Closing the iterator cancels the rest."""
+        for request in requests:
+            yield from (output for _, output in self.engine.submit(self.CLIENT, request))
+        if not self.engine.scheduler.has_work:
+            return
+        self.bell.ring()
+        try:
+            while self.engine.scheduler.has_work:
+                _, deliveries = self.engine.step()
+                yield from (output for _, output in deliveries)
+        finally:
+            scheduler = self.engine.scheduler
+            for left in [*scheduler.running, *scheduler.waiting]:
+                scheduler.cancel(self.CLIENT, left.id)
+            self.engine.step()  # nobody has work: all go idle
+
+    def __enter__(self) -> OfflineSession:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.bell.ring()
+            self.engine.step(stop=True)

@@ -1,0 +1,71 @@
+"""One request while it is in the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rose_dist.engine.block_pool import BlockHash
+from rose_dist.engine.protocol import Generate
+
+
+@dataclass(eq=False)
+class BlockTable:
+    """The blocks that hold a request's tokens in one KV group.
+
+    first: index, counted in blocks from the request's start, of `blocks[0]`; a window group lets go of earlier ones.
+    """
+
+    first: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """Index after the last block."""
+        return self.first + len(self.blocks)
+
+
+@dataclass(eq=False)
+class Request:
+    """
+    client: who gets the output.
+    limit: prompt and output together may not be longer.
+    seed: drawn when the client gave none.
+    tokens: prompt and output.
+    computed: how many of `tokens` have their keys and values in the cache.
+    """
+
+    client: bytes
+    generate: Generate
+    limit: int
+    seed: int
+    tables: list[BlockTable]
+    tokens: list[int] = field(init=False)
+    computed: int = 0
+    cached_tokens: int = 0
+    hashes: list[BlockHash] = field(default_factory=list)
+    stop_ids: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.generate.prompt)
+        self.stop_ids = frozenset(self.generate.stop_ids)
+
+    @property
+    def id(self) -> str:
+        return self.generate.request_id
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.generate.prompt)
+
+    @property
+    def output_length(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def remaining(self) -> int:
+        """Tokens whose keys and values are still to be computed; 1 while decoding."""
+        return len(self.tokens) - self.computed

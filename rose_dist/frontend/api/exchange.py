@@ -1,0 +1,192 @@
+"""One generating request between the engine's outputs and an endpoint: choices, timing, counts, clean-up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from rose_dist.engine.protocol import Generate, Output
+from rose_dist.frontend.api.http import DONE, DisconnectWatch, EventStream, JsonResponse, error_event
+from rose_dist.frontend.api.service import Service
+from rose_dist.frontend.choice import Choice, merged
+from rose_dist.frontend.errors import ApiError
+from rose_dist.frontend.formats.base import Delta
+from rose_dist.frontend.schema.common import Usage
+from rose_dist.frontend.schema.sampling import GenerationFields
+
+Step = list[tuple[Choice, Sequence[Delta]]]
+"""What arrived at once, per choice."""
+
+
+class Answer(Protocol):
+    """An endpoint's shapes for one exchange."""
+
+    def begin(self) -> list[bytes]:
+        """Events that come before any output."""
+
+    def events(self, step: Step) -> list[bytes]: ...
+
+    def end(self) -> list[bytes]:
+        """Events after the last output, before `[DONE]`."""
+
+    def add(self, step: Step) -> None:
+        """Collect for `whole`."""
+
+    def whole(self) -> msgspec.Struct:
+        """The answer of a request that doesn't stream."""
+
+
+class Exchange:
+    """Call `step` until `ended`; then `usage` holds. `close` in every case."""
+
+    def __init__(
+        self,
+        service: Service,
+        scope: Scope,
+        receive: Receive,
+        request: GenerationFields,
+        *,
+        generates: list[Generate],
+        choices: list[Choice],
+    ) -> None:
+        self.choices = choices
+        self._service = service
+        self._scope = scope
+        self._arrival: float = scope["rose.arrival"]
+        self._last = [0.0] * len(choices)
+        self._first = [0.0] * len(choices)
+        self._prompts = {id(generate.prompt): len(generate.prompt) for generate in generates}
+        self._generation = service.client.start(generates)
+        self._watch = DisconnectWatch(receive, self._generation)
+        self._open = len(choices)
+        self._closed = False
+        metrics = service.metrics
+        metrics.request_n.observe(request.choices)
+        if (limit := request.token_limit()) is not None:
+            metrics.request_max_tokens.observe(limit)
+
+    @property
+    def ended(self) -> bool:
+        """Every choice has its finish reason."""
+        return self._open == 0
+
+    async def step(self) -> Step:
+        """What arrived since the last call, per choice, neighbouring deltas joined. Not to be called once `ended`.
+
+        Raises:
+            ApiError: the engine refused or failed.
+            ClientGoneError: the client left.
+        """
+        arrived = await self._generation.receive()
+        now = time.monotonic()
+        if len(arrived) == 1:
+            index, output = arrived[0]
+            return [(self.choices[index], merged(self._feed(index, output, now)))]
+        deltas: dict[int, list[Delta]] = {}
+        for index, output in arrived:
+            deltas.setdefault(index, []).extend(self._feed(index, output, now))
+        return [(self.choices[index], merged(parts)) for index, parts in deltas.items()]
+
+    def _feed(self, index: int, output: Output, now: float) -> list[Delta]:
+        choice = self.choices[index]
+        if choice.finish_reason is not None:
+            return []
+        deltas = choice.feed(output)
+        if output.token_ids:
+            self._count(index, len(output.token_ids), now)
+        if choice.finish_reason is not None:
+            self._end(choice, now)
+        return deltas
+
+    def usage(self) -> Usage:
+        """Tokens so far; the prompt counts once however many choices it has."""
+        choices = self.choices
+        return Usage.of(
+            sum(self._prompts.values()),
+            sum(choice.completion_tokens for choice in choices),
+            cached=max(choice.cached_tokens for choice in choices),
+            reasoning=sum(choice.reasoning_tokens for choice in choices),
+        )
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Free everything; what still runs in the engine is cancelled."""
+        if self._closed:
+            return
+        self._closed = True
+        self._watch.close()
+        self._generation.close()
+        metrics = self._service.metrics
+        if self._open and error is not None:
+            metrics.finished["error" if isinstance(error, ApiError) else "abort"] += self._open
+        prompt_tokens = sum(self._prompts.values())
+        metrics.prompt_tokens += prompt_tokens
+        metrics.request_prompt_tokens.observe(prompt_tokens)
+        self._scope["rose.tokens"] = (prompt_tokens, sum(choice.completion_tokens for choice in self.choices))
+
+    def _count(self, index: int, tokens: int, now: float) -> None:
+        metrics = self._service.metrics
+        metrics.generation_tokens += tokens
+        last = self._last[index]
+        if last:
+            metrics.inter_token.observe((now - last) / tokens, tokens)
+        else:
+            metrics.time_to_first_token.observe(now - self._arrival)
+            self._first[index] = now
+        self._last[index] = now
+
+    def _end(self, choice: Choice, now: float) -> None:
+        self._open -= 1
+        if choice.matched_stop:
+            self._generation.cancel(choice.index)
+        metrics = self._service.metrics
+        metrics.finished[choice.finish_reason or "stop"] += 1
+        metrics.end_to_end.observe(now - self._arrival)
+        metrics.request_generation_tokens.observe(choice.completion_tokens)
+        if first := self._first[choice.index]:
+            metrics.decode_time.observe(now - first)
+            if choice.completion_tokens > 1:
+                metrics.per_output_token.observe((now - first) / (choice.completion_tokens - 1))
+
+
+async def respond(
+    exchange: Exchange, answer: Answer, scope: Scope, receive: Receive, send: Send, *, stream: bool
+) -> None:
+    """Answer and close. The status waits for the engine's first output, which may be a refusal."""
+    try:
+        if stream:
+            first = b"".join(answer.begin() + answer.events(await exchange.step()))
+            await EventStream(first, _Events(exchange, answer).next)(scope, receive, send)
+        else:
+            while not exchange.ended:
+                answer.add(await exchange.step())
+            await JsonResponse(answer.whole())(scope, receive, send)
+    except BaseException as error:
+        exchange.close(error)
+        raise
+    exchange.close()
+
+
+class _Events:
+    def __init__(self, exchange: Exchange, answer: Answer) -> None:
+        self._exchange = exchange
+        self._answer = answer
+        self._said_all = False
+
+    async def next(self) -> bytes:
+        """The next bytes of the stream; empty after the last."""
+        if self._said_all:
+            return b""
+        try:
+            while not self._exchange.ended:
+                if events := self._answer.events(await self._exchange.step()):
+                    return b"".join(events)
+        except ApiError as error:
+            self._exchange.close(error)
+            self._said_all = True
+            return error_event(error)
+        self._said_all = True
+        return b"".join([*self._answer.end(), DONE])

@@ -1,0 +1,110 @@
+"""Small pieces of ASGI: reading a bounded body, JSON answers, event streams, noticing that a client left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from rose_dist.frontend.engine_client import Generation
+from rose_dist.frontend.errors import ApiError, BodyTooLargeError, ClientGoneError
+
+_LINGER_S = 2.0
+
+DONE = b"data: [DONE]\n\n"
+
+encode_json = msgspec.json.Encoder().encode
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """
+    Raises:
+        BodyTooLargeError: as soon as it is known that the body has more than `limit` bytes.
+        ClientGoneError: the client left before it had sent everything.
+    """
+    for name, value in scope["headers"]:
+        if name == b"content-length" and int(value) > limit:
+            raise BodyTooLargeError(limit)
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise BodyTooLargeError(limit)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def discard_body(receive: Receive) -> None:
+    """Read on for a moment: a connection closed while its client still sends takes the answer away with it."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER_S):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
+
+
+class JsonResponse(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return encode_json(content)
+
+
+class EventStream(Response):
+    """Server-sent events without the task group and the generators of Starlette's StreamingResponse."""
+
+    def __init__(self, first: bytes, following: Callable[[], Awaitable[bytes]]) -> None:
+        """
+        Args:
+            first: the first events.
+            following: gives the next events whenever there are some, and nothing at the end.
+        """
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
+        self._first = first
+        self._following = following
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        events = self._first
+        while events:
+            await send({"type": "http.response.body", "body": events, "more_body": True})
+            events = await self._following()
+        await send({"type": "http.response.body", "body": b""})
+
+
+def error_event(error: ApiError) -> bytes:
+    """How a stream that has already begun tells of an error."""
+    return b"data: " + error.body() + b"\n\n" + DONE
+
+
+class DisconnectWatch:
+    """Aborts a generation when the client goes away; for the time between the body and the end of the answer."""
+
+    def __init__(self, receive: Receive, generation: Generation) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._watch(receive, generation))
+
+    async def _watch(self, receive: Receive, generation: Generation) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        generation.abort(ClientGoneError())
+
+    def close(self) -> None:
+        self._task.cancel()

@@ -1,0 +1,120 @@
+"""What every endpoint needs: the model's parts, and whether a request may come in."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+from rose_dist.frontend.config import FrontendConfig
+from rose_dist.frontend.engine_client import EngineClient
+from rose_dist.frontend.errors import BadRequestError, NotFoundError, UnavailableError
+from rose_dist.frontend.formats.base import ChatFormat
+from rose_dist.frontend.metrics import Metrics
+from rose_dist.frontend.schema.sampling import GenerationFields
+from rose_dist.frontend.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+_PATH = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$")
+
+
+@dataclass
+class Service:
+    config: FrontendConfig
+    tokenizer: Tokenizer
+    chat_format: ChatFormat
+    client: EngineClient
+    metrics: Metrics
+    created: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    active: int = 0
+    """HTTP requests being answered."""
+
+    def admit(self) -> None:
+        """
+        Raises:
+            UnavailableError: the server drains, or a leader has not loaded its model.
+        """
+        if self.draining:
+            raise UnavailableError("The server is shutting down")
+        if not self.client.ready:
+            raise UnavailableError("The model is still loading")
+
+    def check_model(self, request: GenerationFields) -> None:
+        if request.model not in self.config.names:
+            raise NotFoundError(
+                f"The model `{request.model}` does not exist here; this server has {', '.join(self.config.names)}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def check_prompt(self, prompt: list[int], param: str) -> None:
+        """
+        Raises:
+            BadRequestError: a token id is outside the vocabulary, or there is no room for the prompt and one token.
+        """
+        if not prompt:
+            raise BadRequestError(f"{param}: the prompt has no tokens", param=param)
+        if max(prompt) >= self.tokenizer.vocab_size:
+            raise BadRequestError(
+                f"{param}: {max(prompt)} is not a token id; ids are 0 to {self.tokenizer.vocab_size - 1}", param=param
+            )
+        context, capacity = self.client.max_prompt_room
+        for limit, what in ((context, "the model's context"), (capacity, "the KV cache")):
+            if len(prompt) >= limit:
+                raise BadRequestError(
+                    f"The prompt has {len(prompt)} tokens, but {what} holds {limit} tokens of prompt and output; "
+                    f"a prompt may have at most {limit - 1}",
+                    param=param,
+                    code="context_length_exceeded",
+                )
+
+    def choices_within_limit(self, count: int) -> int:
+        if count > self.config.max_choices:
+            raise BadRequestError(
+                f"n: {count} choices (prompts × n) were asked for; at most {self.config.max_choices} are allowed",
+                param="n",
+            )
+        return count
+
+
+def decode_request(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """
+    Raises:
+        BadRequestError: not JSON, or a field of the wrong type or out of range; the message says what is allowed.
+    """
+    try:
+        return decoder.decode(body.decode())
+    except UnicodeDecodeError as error:
+        raise BadRequestError(f"The request body is not valid UTF-8: {error.reason} at byte {error.start}") from error
+    except msgspec.ValidationError as error:
+        message = str(error)
+        path = _PATH.search(message)
+        param = (path[1] if path else "") or _missing_field(message)
+        reason = message[: path.start()] if path else message
+        raise BadRequestError(f"{param}: {reason}" if param else reason, param=param or None) from error
+    except msgspec.DecodeError as error:
+        raise BadRequestError(f"The request body is not valid JSON: {error}") from error
+
+
+def _missing_field(message: str) -> str:
+    match = re.search(r"missing required field `(.*)`", message)
+    return match[1] if match else ""
+
+
+_generator = random.Random(os.urandom(32))
+
+
+def random_hex(length_bytes: int) -> str:
+    """Unique, not secret: without the system call of `secrets`."""
+    return f"{_generator.getrandbits(8 * length_bytes):0{2 * length_bytes}x}"
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{random_hex(12)}"

@@ -1,0 +1,44 @@
+"""Endpoints about the server: models, health, metrics, version."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+import rose_dist
+from rose_dist.frontend.api.http import JsonResponse
+from rose_dist.frontend.api.service import Service
+from rose_dist.frontend.errors import NotFoundError
+from rose_dist.frontend.metrics import CONTENT_TYPE
+from rose_dist.frontend.schema.common import Model, ModelList
+
+
+class Status:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def models(self, request: Request) -> Response:
+        return JsonResponse(ModelList([self._model(name) for name in self._service.config.names]))
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._service.config.names:
+            raise NotFoundError(f"The model `{name}` does not exist here", param="model", code="model_not_found")
+        return JsonResponse(self._model(name))
+
+    async def health(self, request: Request) -> Response:
+        """200 once every leader has loaded the model, 503 before and while draining."""
+        service = self._service
+        state = "draining" if service.draining else "ok" if service.client.ready else "loading"
+        return JsonResponse({"status": state}, status_code=200 if state == "ok" else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._service.metrics.exposition(), headers={"content-type": CONTENT_TYPE})
+
+    async def version(self, request: Request) -> Response:
+        return JsonResponse({"version": rose_dist.__version__})
+
+    def _model(self, name: str) -> Model:
+        service = self._service
+        length = min(service.client.max_prompt_room) if service.client.ready else None
+        return Model(id=name, created=service.created, max_model_len=length)

@@ -1,0 +1,61 @@
+"""What a frontend process is told when it starts."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+
+
+def hash_api_key(key: str) -> str:
+    """The form in which a key travels and is kept: command lines and configuration files never hold the key itself."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """Settings of the HTTP side. The same for every frontend process of a server."""
+
+    model: str
+    """Directory of the checkpoint: tokenizer, chat template and end-of-turn ids are read from it."""
+    served_names: list[str] = []
+    """Names that requests may use for the model; the first is the one in answers. Empty: the directory's name."""
+    chat_format: str = "auto"
+    """`auto`, or a name of `formats.choose`."""
+    chat_template: str | None = None
+    """A jinja file that replaces the checkpoint's template."""
+    api_key_hashes: list[str] = []
+    """`hash_api_key` of each accepted key; empty lets everybody in. Guards /v1 only."""
+    cors_origins: list[str] = []
+    """Origins that browsers may call from; empty: no CORS headers."""
+    max_body_bytes: int = 8_000_000
+    max_choices: int = 128
+    """Most choices (prompts × n) of one request."""
+    drain_timeout_s: float = 30.0
+    """After SIGTERM, how long running requests may go on."""
+
+    @cached_property
+    def model_path(self) -> Path:
+        return Path(self.model)
+
+    @cached_property
+    def names(self) -> list[str]:
+        return self.served_names or [self.model_path.resolve().name]
+
+    @property
+    def name(self) -> str:
+        """The name that answers carry."""
+        return self.names[0]
+
+
+class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The one JSON argument of `python -m rose_dist.frontend`."""
+
+    config: FrontendConfig
+    leaders: list[str]
+    """ZMQ address of each data-parallel leader's ROUTER socket, by data-parallel rank."""
+    listen_fd: int
+    """An inherited, bound TCP socket."""
+    parent_pid: int
+    """The process that this one must not outlive."""

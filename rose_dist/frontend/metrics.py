@@ -1,0 +1,127 @@
+"""Prometheus metrics under `rose:`, with the suffixes that dashboards for vLLM know.
+
+The token path only adds to plain integers; a collector turns them into metric families when /metrics is read.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from rose_dist.engine.protocol import EngineStats
+from rose_dist.frontend.engine_client import Leader
+
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320)
+_FAST_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 1, 2, 5)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+_SMALL = (1, 2, 5, 10, 20)
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Histogram:
+    def __init__(self, name: str, documentation: str, bounds: tuple[float, ...]) -> None:
+        self.name = name
+        self.documentation = documentation
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    def family(self, model: str) -> HistogramMetricFamily:
+        family = HistogramMetricFamily(f"rose:{self.name}", self.documentation, labels=["model_name"])
+        cumulative, seen = [], 0
+        for bound, count in zip([*map(float, self.bounds), "+Inf"], self.counts, strict=True):
+            seen += count
+            cumulative.append((str(bound), float(seen)))
+        family.add_metric([model], cumulative, self.total)
+        return family
+
+
+class Metrics(Collector):
+    """What one frontend process counted, and the gauges of its leaders."""
+
+    def __init__(self, model: str, leaders: list[Leader]) -> None:
+        self._model = model
+        self._leaders = leaders
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.finished: Counter[str] = Counter()
+        """Choices by finish reason; `abort` where the client left, `error` where the engine failed."""
+        self.http: Counter[tuple[str, str, int]] = Counter()
+        """HTTP requests by (method, route, status)."""
+        self.time_to_first_token = Histogram("time_to_first_token_seconds", "Arrival to first token", _SECONDS)
+        self.inter_token = Histogram("inter_token_latency_seconds", "Between tokens of one choice", _FAST_SECONDS)
+        self.per_output_token = Histogram(
+            "request_time_per_output_token_seconds", "Mean time between the tokens of a choice", _FAST_SECONDS
+        )
+        self.end_to_end = Histogram("e2e_request_latency_seconds", "Arrival to last token", _SECONDS)
+        self.decode_time = Histogram("request_decode_time_seconds", "First to last token", _SECONDS)
+        self.request_prompt_tokens = Histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
+        self.request_generation_tokens = Histogram("request_generation_tokens", "Tokens of a choice", _TOKENS)
+        self.request_max_tokens = Histogram("request_params_max_tokens", "max_tokens of a request", _TOKENS)
+        self.request_n = Histogram("request_params_n", "Choices asked for", _SMALL)
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+
+    def exposition(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterable[Metric]:
+        yield from self._engine()
+        yield self._counter("prompt_tokens", "Prompt tokens of answered requests", self.prompt_tokens)
+        yield self._counter("generation_tokens", "Tokens generated", self.generation_tokens)
+        finished = CounterMetricFamily(
+            "rose:request_success", "Choices ended, by reason", labels=["model_name", "finished_reason"]
+        )
+        for reason, count in self.finished.items():
+            finished.add_metric([self._model, reason], count)
+        yield finished
+        http = CounterMetricFamily("rose:http_requests", "HTTP requests", labels=["method", "handler", "status"])
+        for (method, path, status), count in self.http.items():
+            http.add_metric([method, path, str(status)], count)
+        yield http
+        for value in vars(self).values():
+            if isinstance(value, Histogram):
+                yield value.family(self._model)
+
+    def _counter(self, name: str, documentation: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"rose:{name}", documentation, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _engine(self) -> Iterator[Metric]:
+        labels = ["model_name", "leader"]
+        for kind, name, documentation, read in _ENGINE:
+            family = kind(f"rose:{name}", documentation, labels=labels)
+            for rank, leader in enumerate(self._leaders):
+                family.add_metric([self._model, str(rank)], read(leader.stats))
+            yield family
+
+
+def _kv_usage(stats: EngineStats) -> float:
+    return stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
+
+
+_ENGINE = (
+    (GaugeMetricFamily, "num_requests_running", "Requests in the running batch", lambda s: s.running),
+    (GaugeMetricFamily, "num_requests_waiting", "Requests in the waiting queue", lambda s: s.waiting),
+    (GaugeMetricFamily, "kv_cache_usage_perc", "Share of KV blocks held by running requests, 0 to 1", _kv_usage),
+    (GaugeMetricFamily, "kv_blocks_used", "KV blocks held by running requests", lambda s: s.kv_blocks_used),
+    (GaugeMetricFamily, "kv_blocks_total", "KV blocks there are", lambda s: s.kv_blocks_total),
+    (CounterMetricFamily, "num_preemptions", "Requests preempted", lambda s: s.preemptions),
+    (CounterMetricFamily, "prefix_cache_queries", "Prompt tokens looked up", lambda s: s.prefix_queries),
+    (CounterMetricFamily, "prefix_cache_hits", "Prompt tokens found in the prefix cache", lambda s: s.prefix_hits),
+    (CounterMetricFamily, "engine_steps", "Steps of the engine", lambda s: s.steps),
+    (CounterMetricFamily, "engine_step_tokens", "Tokens through the model", lambda s: s.step_tokens),
+    (CounterMetricFamily, "moe_rows_sent", "Rows sent to experts of other ranks", lambda s: s.rows_sent),
+)

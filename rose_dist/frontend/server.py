@@ -1,0 +1,125 @@
+"""A frontend process: uvicorn on a bound socket, the leaders behind it, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import uvicorn
+import uvloop
+
+from rose_dist.frontend.api.app import build_app
+from rose_dist.frontend.api.service import Service
+from rose_dist.frontend.config import FrontendConfig
+from rose_dist.frontend.engine_client import EngineClient
+from rose_dist.frontend.errors import UnavailableError
+from rose_dist.frontend.formats.choose import choose_format
+from rose_dist.frontend.metrics import Metrics
+from rose_dist.frontend.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_GRACE_S = 2
+"""How long cancelled streams get to tell their clients."""
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Let the kernel kill this process when its parent ends, however it ends.
+
+    The kernel watches the thread that started this process, so the parent must do that from a thread that lives as
+    long as itself.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it ended before the line above
+        sys.exit(f"The process {parent_pid} that started this frontend is gone")
+
+
+def serve(config: FrontendConfig, leaders: Sequence[str], listen_socket: socket.socket) -> None:
+    """Serve until SIGTERM or SIGINT, then drain, tell every leader to shut down, and return.
+
+    Args:
+        leaders: ZMQ addresses of the leaders' ROUTER sockets, by data-parallel rank.
+        listen_socket: a bound TCP socket.
+
+    Raises:
+        TokenizerError, FormatError: the checkpoint's files can't be used.
+    """
+    tokenizer = Tokenizer(config.model_path)
+    chat_format = choose_format(config.chat_format, tokenizer, template_path=config.chat_template)
+    client = EngineClient(leaders)
+    metrics = Metrics(config.name, client.leaders)
+    service = Service(config, tokenizer, chat_format, client, metrics)
+    gc.collect()
+    gc.freeze()  # what lives as long as the process
+    gc.set_threshold(20_000, 20, 50)  # decoded outputs are many and short-lived; the default costs a tenth of the time
+    uvloop.run(_serve(service, listen_socket))
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn without its signal handlers: a drain is more than closing connections."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(service: Service, listen_socket: socket.socket) -> None:
+    server = _Server(
+        uvicorn.Config(
+            build_app(service),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=_GRACE_S,
+        )
+    )
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _on_signal, service, stop)
+    service.client.open()
+    serving = asyncio.create_task(server.serve(sockets=[listen_socket]))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if stop.is_set():
+        await _drain(service)
+    service.client.close(shutdown=True)
+    server.should_exit = True
+    stopping.cancel()
+    await serving
+
+
+def _on_signal(service: Service, stop: asyncio.Event) -> None:
+    if stop.is_set():
+        logger.warning("A second signal: running requests are given up")
+        service.client.abort_all(UnavailableError("The server is shutting down"))
+        return
+    logger.info("Draining: %d requests are running", service.active)
+    service.draining = True
+    stop.set()
+
+
+async def _drain(service: Service) -> None:
+    deadline = time.monotonic() + service.config.drain_timeout_s
+    while service.active and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+    if not service.active:
+        return
+    logger.warning("%d requests are still running after the drain's time limit and are cancelled", service.active)
+    service.client.abort_all(UnavailableError("The server is shutting down"))
+    deadline = time.monotonic() + _GRACE_S
+    while service.active and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)

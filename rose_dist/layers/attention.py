@@ -1,0 +1,112 @@
+"""Grouped-query attention with sinks, split over the tensor-parallel ranks by heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rose_dist.comm.group import Group
+from rose_dist.kernels.attention import paged_attention
+from rose_dist.kernels.rotary import apply_rotary
+from rose_dist.layers.forward_batch import GroupBatch
+from rose_dist.layers.linear import Linear, PackedLinear
+from rose_dist.layers.weights import Piece, Weight, copy_into, parameter
+
+
+@dataclass(frozen=True)
+class HeadShare:
+    """The heads that one tensor-parallel rank computes.
+
+    With more ranks than key heads, neighbouring ranks hold copies of one key head.
+    """
+
+    query_heads: int
+    key_heads: int
+    head_dim: int
+    tp_size: int
+    tp_rank: int
+
+    @property
+    def queries(self) -> slice:
+        """This rank's rows of q_proj, and columns of o_proj."""
+        size = self.query_heads // self.tp_size * self.head_dim
+        return slice(self.tp_rank * size, (self.tp_rank + 1) * size)
+
+    @property
+    def keys(self) -> slice:
+        """This rank's rows of k_proj and of v_proj."""
+        size = self.local_key_heads * self.head_dim
+        start = self.tp_rank * self.key_heads // self.tp_size * self.head_dim
+        return slice(start, start + size)
+
+    @property
+    def sinks(self) -> slice:
+        size = self.query_heads // self.tp_size
+        return slice(self.tp_rank * size, (self.tp_rank + 1) * size)
+
+    @property
+    def local_key_heads(self) -> int:
+        return max(1, self.key_heads // self.tp_size)
+
+    @staticmethod
+    def allowed_tp(query_heads: int, key_heads: int) -> list[int]:
+        """Tensor-parallel sizes that split whole heads evenly."""
+        return [
+            tp
+            for tp in range(1, query_heads + 1)
+            if query_heads % tp == 0 and (key_heads % tp == 0 or tp % key_heads == 0)
+        ]
+
+
+class Attention(nn.Module):
+    """The whole block: q, k and v projections, rotary, cache write, attention, output projection."""
+
+    def __init__(self, hidden: int, heads: HeadShare, *, tp: Group, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.heads = heads
+        self.tp = tp
+        whole_queries, whole_keys = heads.query_heads * heads.head_dim, heads.key_heads * heads.head_dim
+        self.qkv_proj = PackedLinear(
+            hidden,
+            {
+                "q_proj": (whole_queries, heads.queries),
+                "k_proj": (whole_keys, heads.keys),
+                "v_proj": (whole_keys, heads.keys),
+            },
+            dtype=dtype,
+            bias=True,
+        )
+        self.o_proj = Linear(whole_queries, hidden, dtype=dtype, columns=heads.queries, adds_bias=tp.rank == 0)
+        self.sinks = parameter(heads.query_heads // heads.tp_size, dtype=torch.float32)
+        self.scale = heads.head_dim**-0.5
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, batch: GroupBatch) -> Tensor:
+        """
+        Args:
+            x: [tokens, hidden], normalised.
+            cos, sin: [tokens, 1, head_dim / 2].
+            layer: this layer's place in its KV group.
+
+        Returns:
+            [tokens, hidden], summed over the tensor-parallel group.
+        """
+        tokens, key_heads = x.shape[0], self.heads.local_key_heads
+        query_heads = self.sinks.shape[0]
+        qkv = self.qkv_proj(x).view(tokens, query_heads + 2 * key_heads, self.heads.head_dim)
+        apply_rotary(qkv[:, :-key_heads], cos, sin)
+        q, k, v = qkv.split([query_heads, key_heads, key_heads], dim=1)
+        keys, values = batch.storage.keys[layer], batch.storage.values[layer]
+        keys.index_copy_(0, batch.slots, k)
+        values.index_copy_(0, batch.slots, v)
+        parts = [paged_attention(q, keys, values, block, self.scale, self.sinks) for block in batch.blocks]
+        attended = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else q
+        out: Tensor = self.o_proj(attended.flatten(1))
+        self.tp.all_reduce(out)
+        return out
+
+    def weights(self, prefix: str) -> Iterator[Weight]:
+        heads = self.heads
+        yield Weight((Piece.of(prefix + "sinks", (heads.query_heads,), heads.sinks),), copy_into(self.sinks))

@@ -1,0 +1,67 @@
+"""Token embedding and output head, split over the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear, pad
+
+from rose_dist.comm.group import Group
+from rose_dist.layers.weights import Piece, Weight, copy_into, length, parameter, share
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows of the vocabulary on each rank; a token's vector comes from the rank that holds it, by all-reduce."""
+
+    def __init__(self, vocab_size: int, hidden: int, *, tp: Group, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shape = (vocab_size, hidden)
+        self.tp = tp
+        self.part = share(vocab_size, tp.size, tp.rank)
+        self.weight = parameter(length(self.part), hidden, dtype=dtype)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """int64 [tokens] → [tokens, hidden], the same on every rank."""
+        if self.tp.size == 1:
+            return embedding(token_ids, self.weight)
+        local = token_ids - self.part.start
+        elsewhere = (local < 0) | (local >= length(self.part))
+        vectors = embedding(local.masked_fill(elsewhere, 0), self.weight)
+        vectors[elsewhere] = 0
+        self.tp.all_reduce(vectors)
+        return vectors
+
+    def weights(self, prefix: str) -> Iterator[Weight]:
+        yield Weight((Piece.of(prefix + "weight", self.shape, self.part),), copy_into(self.weight))
+
+
+class OutputHead(nn.Module):
+    """Hidden states to logits over the whole vocabulary, gathered on the group's first rank."""
+
+    def __init__(self, embed_tokens: VocabParallelEmbedding, *, tied: bool) -> None:
+        """
+        Args:
+            embed_tokens: gives the shape and the split and, when `tied`, the weight itself.
+        """
+        super().__init__()
+        self.shape, self.part, self.tp = embed_tokens.shape, embed_tokens.part, embed_tokens.tp
+        self.tied = tied
+        own = embed_tokens.weight
+        self.weight = own if tied else parameter(*own.shape, dtype=own.dtype)
+
+    def forward(self, hidden: Tensor) -> Tensor | None:
+        """[rows, hidden] → fp32 [rows, vocabulary] on the group's first rank, None on the others."""
+        logits = linear(hidden, self.weight).float()
+        if self.tp.size == 1:
+            return logits
+        widths = [length(share(self.shape[0], self.tp.size, rank)) for rank in range(self.tp.size)]
+        parts = self.tp.gather(pad(logits, (0, widths[0] - logits.shape[1])))
+        if parts is None:
+            return None
+        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+
+    def weights(self, prefix: str) -> Iterator[Weight]:
+        if not self.tied:
+            yield Weight((Piece.of(prefix + "weight", self.shape, self.part),), copy_into(self.weight))

@@ -1,0 +1,1 @@
+"""Making and translating GPT-OSS checkpoints."""

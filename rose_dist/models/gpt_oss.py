@@ -1,0 +1,158 @@
+"""GPT-OSS. Modules are named as in the checkpoint (Hugging Face layout)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rose_dist.comm.all_to_all.create import create as create_all_to_all
+from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig
+from rose_dist.comm.group import Group
+from rose_dist.comm.layout import LayoutError
+from rose_dist.comm.world import Groups
+from rose_dist.layers.attention import Attention, HeadShare
+from rose_dist.layers.embedding import OutputHead, VocabParallelEmbedding
+from rose_dist.layers.forward_batch import ForwardBatch, GroupBatch, KVGroup
+from rose_dist.layers.moe import Experts, ExpertShare, MoE
+from rose_dist.layers.norm import RMSNorm
+from rose_dist.models.gpt_oss_config import GptOssConfig
+
+
+class GptOssDecoderLayer(nn.Module):
+    def __init__(
+        self,
+        config: GptOssConfig,
+        heads: HeadShare,
+        held: ExpertShare,
+        tp: Group,
+        exchange: AllToAll,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.input_layernorm = RMSNorm(hidden, config.rms_norm_eps, dtype)
+        self.self_attn = Attention(hidden, heads, tp=tp, dtype=dtype)
+        self.post_attention_layernorm = RMSNorm(hidden, config.rms_norm_eps, dtype)
+        experts = Experts(
+            hidden, config.intermediate_size, held, limit=config.swiglu_limit, mxfp4=config.mxfp4, dtype=dtype
+        )
+        self.mlp = MoE(hidden, experts, config.num_experts_per_tok, exchange, dtype=dtype)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, place: int, batch: GroupBatch
+    ) -> tuple[Tensor, Tensor]:
+        """The layer's output, [tokens, hidden], is the sum of the two tensors returned; the next layer adds them.
+
+        Args:
+            x, residual: the summands of the input; residual None is zero.
+            place: this layer's place in its KV group, whose part of the step is `batch`.
+        """
+        if residual is None:
+            normed, residual = self.input_layernorm(x), x
+        else:
+            normed, residual = self.input_layernorm.add(x, residual)
+        attended = self.self_attn(normed, cos, sin, place, batch)
+        normed, residual = self.post_attention_layernorm.add(attended, residual)
+        return self.mlp(normed), residual
+
+
+class GptOssModel(nn.Module):
+    """Embedding, decoder layers and the last norm."""
+
+    def __init__(self, config: GptOssConfig, groups: Groups, max_tokens: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        place, layout = groups.place, groups.layout
+        heads = HeadShare(
+            config.num_attention_heads, config.num_key_value_heads, config.head_dim, layout.tp, place.tp_rank
+        )
+        held = ExpertShare(
+            config.num_local_experts, place.expert_range(config.num_local_experts), layout.expert_tp, place.expert_slice
+        )
+        exchange = create_all_to_all(
+            AllToAllConfig(
+                num_experts=config.num_local_experts,
+                top_k=config.num_experts_per_tok,
+                hidden=config.hidden_size,
+                max_tokens=max_tokens,
+                dtype=dtype,
+            ),
+            groups,
+        )
+        self.exchange = exchange
+        self.kv_groups = kv_groups(config, heads)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp=groups.tp, dtype=dtype)
+        self.layers = nn.ModuleList(
+            GptOssDecoderLayer(config, heads, held, groups.tp, exchange, dtype) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.cos, self.sin = config.rotary.tables(dtype)
+        self.places = sorted_places(self.kv_groups)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """[tokens, hidden], normalised, of the rows whose logits are wanted."""
+        cos, sin = self.cos[batch.positions], self.sin[batch.positions]
+        x, residual = self.embed_tokens(batch.token_ids), None
+        for layer, (group, place) in zip(self.layers, self.places, strict=True):
+            x, residual = layer(x, residual, cos, sin, place, batch.groups[group])
+        assert residual is not None
+        wanted = batch.logits_rows
+        normed: Tensor = self.norm(x[wanted] + residual[wanted])
+        return normed
+
+
+class GptOssForCausalLM(nn.Module):
+    def __init__(self, config: GptOssConfig, groups: Groups, max_tokens: int, dtype: torch.dtype) -> None:
+        """
+        Args:
+            max_tokens: most tokens of one step on one rank.
+            dtype: of weights and activations.
+
+        Raises:
+            LayoutError: the heads can't be split over the tensor-parallel ranks.
+        """
+        super().__init__()
+        check_layout(config, groups.layout.tp)
+        self.config = config
+        self.model = GptOssModel(config, groups, max_tokens, dtype)
+        self.lm_head = OutputHead(self.model.embed_tokens, tied=config.tie_word_embeddings)
+
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        return self.model.kv_groups
+
+    @property
+    def rows_sent(self) -> int:
+        """Rows sent to experts of other ranks since start."""
+        return self.model.exchange.rows_sent
+
+    def forward(self, batch: ForwardBatch) -> Tensor | None:
+        """fp32 [wanted rows, vocabulary] on the first rank of each tensor-parallel group, None on the others."""
+        logits: Tensor | None = self.lm_head(self.model(batch))
+        return logits
+
+
+def check_layout(config: GptOssConfig, tp: int) -> None:
+    allowed = HeadShare.allowed_tp(config.num_attention_heads, config.num_key_value_heads)
+    if tp not in allowed:
+        raise LayoutError(
+            f"tp {tp} does not split {config.num_attention_heads} query heads and {config.num_key_value_heads} key "
+            f"heads; possible are {', '.join(map(str, allowed))}"
+        )
+
+
+def kv_groups(config: GptOssConfig, heads: HeadShare) -> tuple[KVGroup, ...]:
+    """Full-attention layers and sliding-window layers, each kind with its own block pool."""
+    kinds = ((False, None), (True, config.sliding_window))
+    by_kind = (
+        (tuple(i for i, sliding in enumerate(config.sliding_layers) if sliding == wanted), window)
+        for wanted, window in kinds
+    )
+    return tuple(KVGroup(layers, window, heads.local_key_heads, heads.head_dim) for layers, window in by_kind if layers)
+
+
+def sorted_places(groups: tuple[KVGroup, ...]) -> list[tuple[int, int]]:
+    """For each layer, its KV group and its place in it."""
+    by_layer = {
+        layer: (number, place) for number, group in enumerate(groups) for place, layer in enumerate(group.layers)
+    }
+    return [by_layer[layer] for layer in range(len(by_layer))]

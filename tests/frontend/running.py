@@ -1,0 +1,125 @@
+"""Starts real processes: stub leaders and a frontend before them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+
+from rose_dist.frontend.config import FrontendConfig, LaunchSpec
+from tests.frontend.stub_engine import StubConfig
+
+STUB = Path(__file__).with_name("stub_engine.py")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Frontend:
+    process: subprocess.Popen[bytes]
+    stubs: list[subprocess.Popen[str]]
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self, **settings: Any) -> openai.OpenAI:
+        return openai.OpenAI(**{"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, **settings})
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        return self.request("GET", path)[:2]
+
+    def request(
+        self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, bytes, dict[str, str]]:
+        request = urllib.request.Request(self.url + path, body, headers or {}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                return answer.status, answer.read(), {k.lower(): v for k, v in answer.headers.items()}
+        except urllib.error.HTTPError as error:
+            return error.code, error.read(), {k.lower(): v for k, v in error.headers.items()}
+
+    def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any, dict[str, str]]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        status, answer, answer_headers = self.request("POST", path, data, headers)
+        return status, json.loads(answer), answer_headers
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric's samples over its labels."""
+        lines = self.get("/metrics")[1].decode().splitlines()
+        return sum(
+            float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == f"rose:{name}"
+        )
+
+    def wait_until_ready(self, seconds: float = 20) -> None:
+        wait_for(lambda: self.get("/health")[0] == 200, seconds)
+
+
+def wait_for(condition: Any, seconds: float = 5) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(OSError):
+            if condition():
+                return
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.02)
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def start_stub(config: StubConfig) -> tuple[subprocess.Popen[str], str]:
+    process = subprocess.Popen(
+        [sys.executable, str(STUB), msgspec.json.encode(config).decode()],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+def start_frontend(
+    config: FrontendConfig, leaders: list[str], *, log: Any = None
+) -> tuple[subprocess.Popen[bytes], int]:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", 0))
+        spec = LaunchSpec(config=config, leaders=leaders, listen_fd=listener.fileno(), parent_pid=os.getpid())
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rose_dist.frontend", msgspec.json.encode(spec).decode()],
+            pass_fds=[listener.fileno()],
+            env=environment(),
+            stderr=log,
+        )
+        return process, listener.getsockname()[1]
+
+
+@contextlib.contextmanager
+def running(
+    config: FrontendConfig, stubs: Sequence[StubConfig], *, log: Any = None, wait: bool = True
+) -> Iterator[Frontend]:
+    started = [start_stub(stub) for stub in stubs]
+    process, port = start_frontend(config, [address for _, address in started], log=log)
+    frontend = Frontend(process, [stub for stub, _ in started], port)
+    try:
+        if wait:
+            frontend.wait_until_ready()
+        yield frontend
+    finally:
+        for child in [process, *frontend.stubs]:
+            child.kill()
+            child.wait()
