@@ -15,6 +15,9 @@ from llguidance import LLMatcher
 
 from rose_dist.frontend.formats.base import FormatError, ResponseFormat, Tool
 
+_OPTIONS = '%llguidance {"no_forcing": true}'
+"""The model chooses how forced text is split into tokens; llguidance's own choice would need the tokenizer."""
+
 Part = dict[str, Any]
 
 _WHITE_SPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
@@ -56,7 +59,7 @@ def tokens(token_ids: Iterable[int]) -> str:
 
 def compose(main: str, parts: Iterable[Part]) -> str:
     """`Generate.grammar`: the rule `start` of `main` over the named parts."""
-    return json.dumps({"grammars": [{"name": "main", "lark_grammar": main}, *parts]})
+    return json.dumps({"grammars": [{"name": "main", "lark_grammar": f"{_OPTIONS}\n{main}"}, *parts]})
 
 
 def _schema_part(name: str, schema: dict[str, Any]) -> Part:
