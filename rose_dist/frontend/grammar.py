@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from rose_dist.frontend.formats.base import FormatError, ResponseFormat, Tool
 
@@ -67,6 +68,14 @@ def _schema_part(name: str, schema: dict[str, Any]) -> Part:
 
 
 def _checked(part: Part, what: str) -> Part:
-    if error := LLMatcher.validate_grammar(json.dumps({"grammars": [part]})):
-        raise FormatError(f"{what} can't be enforced: {error.splitlines()[0]}")
+    # Compiled, not given to `LLMatcher.validate_grammar`, which panics on some schemas that are not ASCII.
+    matcher = LLMatcher(_byte_tokenizer(), json.dumps({"grammars": [part]}), log_level=0)
+    if matcher.is_error():
+        raise FormatError(f"{what} can't be enforced: {matcher.get_error().splitlines()[0]}")
     return part
+
+
+@lru_cache(1)
+def _byte_tokenizer() -> LLTokenizer:
+    """A vocabulary of single bytes: enough to see whether a grammar is valid."""
+    return LLTokenizer("byte")
