@@ -21,8 +21,9 @@ _OPTIONS = '%llguidance {"no_forcing": true}'
 
 Part = dict[str, Any]
 
-_WHITE_SPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
-"""Bounded: a model that may write white space for ever sometimes does."""
+_SCHEMA_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}", "coerce_one_of": True}
+"""White space is bounded, as a model that may write it for ever sometimes does. `oneOf` is enforced as `anyOf`:
+llguidance can't tell that variants exclude each other where they are references, as in every discriminated union."""
 
 
 def response_part(name: str, response_format: ResponseFormat) -> Part:
@@ -64,7 +65,7 @@ def compose(main: str, parts: Iterable[Part]) -> str:
 
 
 def _schema_part(name: str, schema: dict[str, Any]) -> Part:
-    return {"name": name, "json_schema": {**schema, "x-guidance": _WHITE_SPACE}}
+    return {"name": name, "json_schema": {**schema, "x-guidance": _SCHEMA_OPTIONS}}
 
 
 def _checked(part: Part, what: str) -> Part:

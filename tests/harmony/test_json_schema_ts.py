@@ -120,6 +120,21 @@ def test_exponential_references_are_refused():
         parameters_to_typescript({"$ref": "#/$defs/d0", "$defs": definitions})
 
 
+@pytest.mark.parametrize("place", ["description", "title", "enum", "const"])
+def test_references_to_a_large_definition_are_refused(place):
+    large = "x" * 100_000
+    definition = {place: [large] if place == "enum" else large}
+    properties = {f"p{i}": {"$ref": "#/$defs/large"} for i in range(1000)}
+    with pytest.raises(FormatError, match="fewer references"):
+        parameters_to_typescript({"properties": properties, "$defs": {"large": definition}})
+
+
+def test_many_large_tools_are_refused():
+    tools = [Tool(name=f"f{i}", description="x" * 100_000) for i in range(30)]
+    with pytest.raises(FormatError, match="2000000 characters"):
+        developer_text("", tools, None)
+
+
 def test_deep_nesting_ends():
     schema: dict = STRING
     for _ in range(500):
