@@ -127,11 +127,21 @@ RECURSIVE = {
 }
 
 
+CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "lives": {"type": "integer"}}, "required": ["kind"]}
+DOG = {"type": "object", "properties": {"kind": {"const": "dog"}, "name": {"type": "string"}}, "required": ["kind"]}
+DISCRIMINATED_UNION = {
+    "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+    "discriminator": {"propertyName": "kind"},
+    "$defs": {"Cat": CAT, "Dog": DOG},
+}
+
+
 @pytest.mark.parametrize(
     "response_format",
     [
         ResponseFormat(kind="json_object"),
         ResponseFormat(kind="json_schema", schema=RECURSIVE),
+        ResponseFormat(kind="json_schema", schema=DISCRIMINATED_UNION),
         ResponseFormat(kind="json_schema", schema={"$ref": "#/$defs/A", "$defs": {"A": {"enum": [1, "b"]}}}),
     ],
 )

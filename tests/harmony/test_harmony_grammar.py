@@ -147,6 +147,8 @@ def test_no_grammar_without_a_reason(harmony):
             "json_schema can't be enforced",
         ),
         (formatted("json_schema", schema={"type": "strin"}), "json_schema can't be enforced"),
+        (formatted("json_schema", schema={"minimum": "a" * 88 + "é" * 20}), "json_schema can't be enforced"),
+        (formatted("lark", text="start: <[200012]>"), "lark can't be enforced"),
         (formatted("regex", text="[a"), "regex can't be enforced.*regex parse error"),
         (formatted("lark", text="begin: /a/"), "lark can't be enforced"),
         (
