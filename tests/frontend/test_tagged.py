@@ -70,8 +70,9 @@ CASES: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "<tool_call>get the weather</tool_call> ok": ("<tool_call>get the weather</tool_call> ok", []),
     "<tool_call>[1, 2]</tool_call>": ("<tool_call>[1, 2]</tool_call>", []),
     "a </tool_call> b": ("a </tool_call> b", []),
-    # two arguments objects: the first counts
-    '<tool_call>{"name": "time", "arguments": {}} {}}</tool_call>': ("", [("time", "{}")]),
+    # what follows the call's last bracket is content
+    '<tool_call>{"name": "time", "arguments": {}}} x {"a": 1}</tool_call>': ('} x {"a": 1}', [("time", "{}")]),
+    '<tool_call>{"name": "time", "arguments": {}} It is noon.': ("It is noon.", [("time", "{}")]),
 }
 
 

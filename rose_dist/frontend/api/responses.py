@@ -14,12 +14,15 @@ from rose_dist.frontend.api.conversing import converse
 from rose_dist.frontend.api.exchange import Exchange, respond
 from rose_dist.frontend.api.http import JsonResponse, read_body
 from rose_dist.frontend.api.response_answer import ResponseAnswer, new_response_id
-from rose_dist.frontend.api.response_store import ResponseStore, Stored
+from rose_dist.frontend.api.response_store import ResponseStore
 from rose_dist.frontend.api.service import Service, decode_request
 from rose_dist.frontend.errors import ApiError, BadRequestError
 from rose_dist.frontend.formats.base import Message
 from rose_dist.frontend.schema.response_object import ResponseObject
 from rose_dist.frontend.schema.responses import ResponsesRequest
+
+_CANCEL_POLL_S = 0.2
+"""How often a background response looks whether another frontend was told to cancel it."""
 
 
 class Responses:
@@ -27,7 +30,7 @@ class Responses:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._store = ResponseStore(service.config.stored_responses)
+        self._store = ResponseStore(service.config.stored_responses, service.shared and service.shared / "responses")
         self._decoder = msgspec.json.Decoder(ResponsesRequest)
         self._background: set[asyncio.Task[None]] = set()
 
@@ -55,8 +58,10 @@ class Responses:
         turns = [*history, *request.input_messages()]
 
         def keep(response: ResponseObject, turn: Message) -> None:
-            if request.stored and response.status != "cancelled":
-                self._store.put(Stored(response, [*turns, turn]))
+            if request.background:
+                self._store.update(response, [*turns, turn])
+            elif request.stored:
+                self._store.put(response, [*turns, turn])
 
         answer = ResponseAnswer(service, response, exchange, logprobs=logprobs is not None, on_end=keep)
         if request.background:
@@ -66,10 +71,13 @@ class Responses:
             await respond(exchange, answer, scope, receive, send, stream=bool(request.stream))
 
     async def retrieve(self, request: Request) -> Response:
-        return JsonResponse(self._store.get(request.path_params["response_id"]).response)
+        return Response(self._store.get(request.path_params["response_id"]), media_type="application/json")
 
     async def cancel(self, request: Request) -> Response:
-        return JsonResponse(self._store.cancel(request.path_params["response_id"]))
+        response_id = request.path_params["response_id"]
+        self._store.cancel(response_id)
+        await asyncio.sleep(2 * _CANCEL_POLL_S)
+        return await self.retrieve(request)
 
     async def delete(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]
@@ -77,13 +85,14 @@ class Responses:
         return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 
     def _start_in_background(self, exchange: Exchange, answer: ResponseAnswer, turns: list[Message]) -> None:
-        stored = Stored(answer.response, turns, running=exchange)
-        self._store.put(stored)
-        task = asyncio.get_running_loop().create_task(self._run(exchange, answer, stored))
-        self._background.add(task)  # the loop itself holds tasks only weakly
-        task.add_done_callback(self._background.discard)
+        self._store.put(answer.response, turns, running=True)
+        loop = asyncio.get_running_loop()
+        for job in (self._run(exchange, answer, turns), self._watch_cancel(exchange, answer.response)):
+            task = loop.create_task(job)
+            self._background.add(task)  # the loop itself holds tasks only weakly
+            task.add_done_callback(self._background.discard)
 
-    async def _run(self, exchange: Exchange, answer: ResponseAnswer, stored: Stored) -> None:
+    async def _run(self, exchange: Exchange, answer: ResponseAnswer, turns: list[Message]) -> None:
         self._service.active += 1  # a drain waits for it
         try:
             while not exchange.ended:
@@ -91,12 +100,26 @@ class Responses:
             answer.whole()
         except ApiError as error:
             exchange.close(error)
-            if answer.response.status != "cancelled":
-                answer.fail(error)
+            answer.fail(error)
+            self._store.update(answer.response, turns)
+        except _CancelledError as error:
+            exchange.close(error)
+            answer.response.status = "cancelled"
+            self._store.update(answer.response, turns)
         finally:
             self._service.active -= 1
-            stored.running = None
             exchange.close()
+
+    async def _watch_cancel(self, exchange: Exchange, response: ResponseObject) -> None:
+        while response.status == "in_progress":
+            if self._store.is_cancelled(response.id):
+                exchange.abort(_CancelledError())
+                return
+            await asyncio.sleep(_CANCEL_POLL_S)
+
+
+class _CancelledError(Exception):
+    """A client cancelled a background response."""
 
 
 def _response(request: ResponsesRequest) -> ResponseObject:

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import msgspec
@@ -37,6 +38,8 @@ class Service:
     chat_format: ChatFormat
     client: EngineClient
     metrics: Metrics
+    shared: Path | None = None
+    """As in `LaunchSpec`."""
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     active: int = 0

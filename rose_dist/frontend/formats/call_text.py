@@ -17,7 +17,8 @@ class CallText:
     """One call, streamed: its name as soon as that is known, then the raw text of its arguments as it comes.
 
     Text of another form is delivered when it has ended: as a call if it is one after all (`arguments` first, or
-    written as a string), else unchanged as content. A call of a tool that was not offered is content too.
+    written as a string), else unchanged as content. A call of a tool that was not offered is content too, and so is
+    what follows the call's last bracket.
     """
 
     def __init__(self, index: int, tools: Collection[str], opening: str, closing: str) -> None:
@@ -36,7 +37,9 @@ class CallText:
         self._depth = 0
         self._in_string = False
         self._escaped = False
-        self._complete = False
+        self.is_complete = False
+        """The last bracket of the arguments was there."""
+        self._tail = ""
 
     def feed(self, text: str) -> Sequence[Delta]:
         if self.is_call:
@@ -55,7 +58,8 @@ class CallText:
             closed: the closing tag was there; False where the output was cut short.
         """
         if self.is_call:
-            return ()
+            rest = self._tail.strip().removeprefix("}").strip()
+            return (TextDelta("content", rest),) if rest else ()
         call = _loads(self._text)
         if isinstance(call, dict) and (name := call.get("name")) in self._tools:
             self.is_call = True
@@ -67,9 +71,8 @@ class CallText:
 
     def _arguments(self, text: str) -> Sequence[Delta]:
         """What of `text` belongs to the arguments: up to the bracket that closes their first one."""
-        if self._complete:
-            return ()
-        end = self._end_of_arguments(text)
+        end = 0 if self.is_complete else self._end_of_arguments(text)
+        self._tail += text[end:]
         return [ToolCallDelta(self._index, text[:end])] if end else ()
 
     def _end_of_arguments(self, text: str) -> int:
@@ -85,7 +88,7 @@ class CallText:
             else:
                 self._depth += 1 if match[0] in "{[" else -1
                 if self._depth == 0:
-                    self._complete = True
+                    self.is_complete = True
                     return position
         return len(text)
 

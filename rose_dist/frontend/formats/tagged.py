@@ -73,7 +73,9 @@ class TaggedParser:
             return deltas
         held = self._tag.finish()
         if self._call is not None:
-            deltas += [*self._call.feed(held), *self._call.finish(closed=False)]
+            if not self._call.is_complete:  # else it is the beginning of the closing tag
+                deltas += self._call.feed(held)
+            deltas += self._call.finish(closed=False)
         elif held:
             deltas.append(TextDelta("content", held))
         return deltas
