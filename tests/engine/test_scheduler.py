@@ -37,7 +37,7 @@ class Harness:
         self.kv = KVCache(specs, BLOCK)
         self.scheduler = Scheduler(config, self.kv, 10_000, VOCABULARY)
         self.slots: list[dict[int, int]] = [{} for _ in specs]
-        """For each group, the token that was last written to each slot."""
+        """For each group, what was last written to each slot: a token and, as in a real cache, all that it has seen."""
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, str | None] = {}
 
@@ -59,12 +59,11 @@ class Harness:
             for group, (first, blocks) in enumerate(sequence.tables):
                 window = self.kv.groups[group].window
                 slots = self.slots[group]
-                for offset, token in enumerate(sequence.tokens):
-                    position = sequence.start + offset
-                    slots[slot(first, blocks, position)] = token
+                for position in range(sequence.start, sequence.end):
+                    slots[slot(first, blocks, position)] = hash(tuple(request.tokens[: position + 1]))
                     # Everything that this token sees must be what the request has there.
                     seen = range(0 if window is None else max(0, position - window + 1), position + 1)
-                    assert [slots[slot(first, blocks, p)] for p in seen] == [request.tokens[p] for p in seen]
+                    assert all(slots[slot(first, blocks, p)] == hash(tuple(request.tokens[: p + 1])) for p in seen)
             if sequence.sample:
                 sampled.append(Sampled(next_token(request.tokens)))
         for client, output in self.scheduler.complete(plan, sampled):
