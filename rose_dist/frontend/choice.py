@@ -86,7 +86,7 @@ class Choice:
 
     def _shown(self, deltas: Sequence[Delta]) -> Sequence[Delta]:
         """`deltas` without what a stop string or `one_call` cuts off."""
-        if self._matcher is None and not any(isinstance(delta, ToolCallDelta) for delta in deltas):
+        if self._matcher is None and len(deltas) == 1 and isinstance(deltas[0], TextDelta):
             return deltas
         shown: list[Delta] = []
         for delta in deltas:
