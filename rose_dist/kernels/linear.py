@@ -36,5 +36,6 @@ def _one_row(x: Tensor, weight: Tensor) -> Tensor:
     parts = max(2, torch.get_num_threads())
     if out % parts:
         return functional.linear(x, weight)
-    column = x.view(1, inputs, 1).expand(parts, inputs, 1)
+    # Transposed, not viewed: with strides (1, in) the product goes to the library, with (1, 1) to a loop 3.6 × slower.
+    column = x.t().expand(parts, inputs, 1)
     return torch.bmm(weight.view(parts, out // parts, inputs), column).view(1, out)
