@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rose_dist.engine.protocol import Output, TokenLogprobs
-from rose_dist.frontend.errors import EngineError, OverloadedError
+from rose_dist.frontend.errors import RETRY_AFTER_S, EngineError, OverloadedError
 from rose_dist.frontend.formats.base import ChatParser, Delta, TextDelta, ToolCallDelta
 from rose_dist.frontend.stop import StopMatcher
-
-RETRY_AFTER_S = 1
 
 
 class Choice:
