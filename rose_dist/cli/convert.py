@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,9 @@ def command() -> None:
 
     The target folder appears under its name only when it is whole.
     """
+    # Where another process has the core, a thread of torch's that spins makes a conversion several times slower. OpenMP
+    # reads this when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @command.command("smollm2")
