@@ -12,7 +12,7 @@ import click
 from rose_dist.errors import RoseError
 
 if TYPE_CHECKING:
-    from rose_dist.models.convert.config import Layout, Weights
+    from rose_dist.models.gpt_oss_spellings import Layout, Weights
 
 _FOLDER = click.Path(path_type=Path)
 _SUFFIXES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
