@@ -79,7 +79,7 @@ def test_a_conversation_in_the_browser(config: FrontendConfig, tokenizer: Tokeni
     with running(config, [StubConfig(script=script, step_s=0.005)]) as frontend:
         page = Page(f"{frontend.url}/?ask=Capital%3F", tmp_path)
         try:
-            wait_for(lambda: " 31 out" in page.evaluate("document.body.innerHTML"), 30)
+            wait_for(lambda: " 31 out" in page.evaluate("document.body?.innerHTML ?? ''"), 30)
             turns = page.evaluate("document.getElementById('turns').innerHTML")
             assert '<section class="turn user"><div class="who">user</div><div class="text">Capital?</div>' in turns
             assert '<summary class="">Reasoning</summary><div class="text">Hm &lt;b&gt;.\n</div>' in turns

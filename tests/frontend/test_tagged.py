@@ -65,6 +65,17 @@ CASES: dict[str, tuple[str, list[tuple[str, str]]]] = {
     '<tool_call>{"name": "get_wea': ('<tool_call>{"name": "get_wea', []),
     f"<tool_call>{PARIS}</tool_c": ("", [("get_weather", '{"city": "Paris"}')]),
     "a <tool_ca": ("a <tool_ca", []),
+    # what JSON's escapes can do
+    '<tool_call>{"name": "get\\u005fweather", "arguments": {}}</tool_call>': ("", [("get_weather", "{}")]),
+    '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "time"}</tool_call>': ("", [("time", '{"a": "?"}')]),
+    '<tool_call>{"name": "\\q", "arguments": {}}</tool_call>': (
+        '<tool_call>{"name": "\\q", "arguments": {}}</tool_call>',
+        [],
+    ),
+    '<tool_call>{"name": ["time"], "arguments": {}}</tool_call>': (
+        '<tool_call>{"name": ["time"], "arguments": {}}</tool_call>',
+        [],
+    ),
     # not calls: shown as they are
     '<tool_call>{"name": "rm", "arguments": {}}</tool_call>': (
         '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
@@ -187,6 +198,11 @@ def test_deepseek_required_call(deepseek: Tokenizer) -> None:
     assert accepts(deepseek, grammar, f"{ALL[0]}{call}{ALL[1]}<|im_end|>")
     assert not accepts(deepseek, grammar, f"{ALL[0]}{other}{ALL[1]}<|im_end|>")
     assert read(deepseek, deepseek.encode_template(f"{ALL[0]}{call}{ALL[1]}"))[:2] == ("", [GOT])
+
+
+def test_deep_nesting_does_no_harm(tokenizer: Tokenizer) -> None:
+    text = "<tool_call>" + "[" * 3000 + "</tool_call>"
+    assert read(tokenizer, tokenizer.encode(text))[:2] == (text, [])
 
 
 def test_arguments_are_streamed(tokenizer: Tokenizer) -> None:
