@@ -12,7 +12,7 @@ from tests.ptx.errors import BarrierError, PtxSyntaxError, Trap, UnknownInstruct
 from tests.ptx.gang import WARP, Barrier, Cta, Gang, Split
 from tests.ptx.memory_model import SCOPES
 from tests.ptx.ptx_types import ptx_type
-from tests.ptx.syntax import Instruction, Operand, Sym, Vec
+from tests.ptx.syntax import Instruction, Sym
 
 if TYPE_CHECKING:
     from tests.ptx.program import Program
@@ -280,9 +280,18 @@ def _ignored(program: Program, instruction: Instruction) -> Control:
 
 
 _BUILDERS: dict[str, Builder] = {
-    "brx": _indexed_branch, "ret": _leave, "exit": _leave, "trap": _trap, "brkpt": _trap, "call": _call,
-    "nanosleep": _nanosleep, "fence": _fence, "membar": _fence, "bar": _barrier, "barrier": _barrier, "griddepcontrol": _griddepcontrol,
-    "setmaxnreg": _ignored, "pmevent": _ignored,
-}  # fmt: skip
-
-__all__ = ["Operand", "Vec", "build", "complete", "fall_off_the_end"]
+    "brx": _indexed_branch,
+    "ret": _leave,
+    "exit": _leave,
+    "trap": _trap,
+    "brkpt": _trap,
+    "call": _call,
+    "nanosleep": _nanosleep,
+    "fence": _fence,
+    "membar": _fence,
+    "bar": _barrier,
+    "barrier": _barrier,
+    "griddepcontrol": _griddepcontrol,
+    "setmaxnreg": _ignored,
+    "pmevent": _ignored,
+}

@@ -121,7 +121,7 @@ def extract_field(value: Array, position: Array, length: Array) -> Array:
     start, count = (position & 0xFF).astype(np.int64), (length & 0xFF).astype(np.int64)
     unsigned = _unsigned(value)
     kind = unsigned.dtype.type
-    keep = np.minimum(count, width)
+    keep = np.minimum(count, np.maximum(width - start, 0))
     shifted = np.where(start >= width, kind(0), unsigned >> np.minimum(start, width - 1).astype(unsigned.dtype))
     mask = np.where(
         keep >= width,
