@@ -10,9 +10,9 @@ import numpy as np
 from tests.ptx import warp_ops
 from tests.ptx.errors import BarrierError, PtxSyntaxError, Trap, UnknownInstruction
 from tests.ptx.gang import WARP, Barrier, Cta, Gang, Split
-from tests.ptx.memory_model import SCOPES
 from tests.ptx.ptx_types import ptx_type
 from tests.ptx.syntax import Instruction, Sym
+from tests.ptx.topology import SCOPES
 
 if TYPE_CHECKING:
     from tests.ptx.program import Program
@@ -256,6 +256,7 @@ def _griddepcontrol(program: Program, instruction: Instruction) -> Control | Non
 
         def launch(g: Gang, split: Split) -> bool:
             g.launch.allow_dependents(g.cta)
+            g.fuel = 0
             split.pc += 1
             return True
 

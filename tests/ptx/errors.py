@@ -24,6 +24,8 @@ class PtxError(Exception):
     """Base of all errors of the interpreter."""
 
     site: Site | None = None
+    lane: int = 0
+    """Which of the active lanes is at fault."""
 
     def at(self, site: Site) -> "PtxError":
         """The same error with its place; the innermost place wins."""

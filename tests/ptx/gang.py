@@ -193,7 +193,7 @@ class Gang:
     def site(self, pc: int, error: PtxError | None = None) -> Site:
         instruction = self.launch.program.kernel.instructions[pc]
         active = self.active()
-        lane = getattr(error, "lane", 0)
+        lane = error.lane if error is not None else 0
         thread = int(self.thread_in_cta[active[min(lane, len(active) - 1)]]) if len(active) else self.first
         name = self.launch.program.kernel.name
         text = instruction.text.replace(name, "")

@@ -129,6 +129,7 @@ class ActiveLaunch:
 
     def allow_dependents(self, cta: Cta) -> None:
         self._allowed.add(cta.linear)
+        self.machine.admission_due = True
 
     def may_start(self) -> bool:
         before = self.predecessor

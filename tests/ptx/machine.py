@@ -16,7 +16,8 @@ from tests.ptx.control_ops import complete
 from tests.ptx.errors import Deadlock, PtxError
 from tests.ptx.gang import WARP, Cta, Gang
 from tests.ptx.launch import ActiveLaunch, Launch
-from tests.ptx.memory_model import Checks, MemoryModel, Topology
+from tests.ptx.memory_model import Checks, MemoryModel
+from tests.ptx.topology import Topology
 
 _TURN_NS = 100
 _FUEL = (1, 2, 4, 16, 64)
@@ -41,6 +42,7 @@ class Machine:
         self.addresses = AddressMap()
         self.check_shared = check_shared
         self.now = 0
+        self.admission_due = False
         self.rng = random.Random(0)
         self.memory: MemoryModel
         self.ctas: list[Cta] = []
@@ -116,7 +118,7 @@ class Machine:
             raise
         finally:
             self._reset(active, known)
-        return Report(seed, turns, self.memory.races, self.now - start)
+        return Report(seed, turns, self.memory.races.count, self.now - start)
 
     def _activate(self, launches: Sequence[Launch], checks: Checks) -> list[ActiveLaunch]:
         active: list[ActiveLaunch] = []
@@ -137,6 +139,7 @@ class Machine:
             np.repeat(np.array(clusters, np.int64), sizes),
             np.repeat(np.array([c.gpu for c in self.ctas], np.int64), sizes),
             np.repeat(np.array([c.launch.index for c in self.ctas], np.int64), sizes),
+            np.array([c.first_thread for c in self.ctas], np.int64),
         )
         base = np.zeros(thread + 1, np.int32)
         base[-1] = np.iinfo(np.int32).max
@@ -184,12 +187,15 @@ class _Scheduler:
             turns += 1
             if not gang.splits:
                 self._retire(gang)
+            if self.machine.admission_due:
+                self._admit()
             self._account(gang, moved)
         if not all(one.done for one in self.launches):
             raise Deadlock("launches wait for one another")
         return turns
 
     def _admit(self) -> None:
+        self.machine.admission_due = False
         for one in self.launches:
             if not one.started and one.may_start():
                 one.start()
@@ -243,8 +249,6 @@ class _Scheduler:
         self.machine.now += _TURN_NS << min(over // 32, 36)
         if over > 32 * 60 or (self.idle > 4 * len(self.gangs) and not self._anyone_ready()):
             raise Deadlock("no thread can go on:\n" + "\n".join(self._positions()))
-        if over == 1:
-            self._admit()
 
     def _anyone_ready(self) -> bool:
         return any(not s.waiting for g in self.gangs for s in g.splits)

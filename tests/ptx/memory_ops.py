@@ -12,12 +12,13 @@ from tests.ptx import number_formats as nf
 from tests.ptx.allocation import LOCAL_WINDOW, SHARED_STRIDE, SHARED_WINDOW
 from tests.ptx.errors import UnknownInstruction
 from tests.ptx.gang import Gang
-from tests.ptx.memory_model import GPU, SCOPES, SYS, WEAK, Access
+from tests.ptx.memory_model import Access
 from tests.ptx.number_formats import Array
 from tests.ptx.operands import Gather
 from tests.ptx.ptx_types import Type, is_type, ptx_type
 from tests.ptx.spaces import SPACES, load, locate, space_of, store, words
 from tests.ptx.syntax import Instruction, Operand, Vec
+from tests.ptx.topology import GPU, SCOPES, SYS, WEAK
 
 if TYPE_CHECKING:
     from tests.ptx.program import Program

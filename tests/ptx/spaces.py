@@ -139,7 +139,7 @@ def _find(g: Gang, address: int, size: int, addresses: Array) -> Allocation:
     try:
         return g.machine.addresses.find(address, size)
     except PtxError as error:
-        error.lane = int(np.argmax(addresses == np.uint64(address)))  # type: ignore[attr-defined]
+        error.lane = int(np.argmax(addresses == np.uint64(address)))
         raise
 
 
@@ -167,6 +167,6 @@ def _bounded(memory: Allocation, addresses: Array, size: int) -> Array:
     if beyond.any():
         lane = int(np.argmax(beyond))
         error = OutOfBounds(f"{size} bytes at offset {int(offsets[lane])} of {memory.name}, which has {memory.size}")
-        error.lane = lane  # type: ignore[attr-defined]
+        error.lane = lane
         raise error
     return offsets

@@ -141,7 +141,7 @@ def _shfl(program: Program, instruction: Instruction) -> Exchange:
                 error = WarpSyncError(
                     f"lane {int(lane[at])} reads lane {int(source[at])}, which takes no part in the shuffle"
                 )
-                error.lane = int(np.count_nonzero(g.mask[:at]))  # type: ignore[attr-defined]
+                error.lane = int(np.count_nonzero(g.mask[:at]))
                 raise error
             index = inside
         values = np.broadcast_to(get(g), g.lanes)
