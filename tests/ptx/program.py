@@ -12,7 +12,8 @@ from tests.ptx.errors import PtxError, UnknownInstruction
 from tests.ptx.gang import Gang, Split
 from tests.ptx.number_formats import Array
 from tests.ptx.operands import Operands, Put, allocate_registers
-from tests.ptx.operations import Operation, resolve
+from tests.ptx.operation import Operation
+from tests.ptx.operations import resolve
 from tests.ptx.ptx_types import is_type, ptx_type
 from tests.ptx.syntax import Instruction, Kernel, Module, Neg, Operand, Pair, Reg, Sym, Vec
 
