@@ -59,6 +59,10 @@ class NonCoherentRead(PtxError):
     """`ld.global.nc` of bytes written during the launch: PTX allows it on read-only data alone."""
 
 
+class MissingProxyFence(PtxError):
+    """An asynchronous copy reads generic writes that no fence.proxy.async separates from it."""
+
+
 class DataRace(PtxError):
     """Two conflicting accesses, at least one a write, that nothing orders and that are not both strong at a common
     scope.

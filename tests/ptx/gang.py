@@ -8,6 +8,7 @@ random.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,10 @@ import numpy as np
 from tests.ptx.allocation import Allocation
 from tests.ptx.errors import PtxError, Site
 from tests.ptx.number_formats import Array
+from tests.ptx.syntax import Instruction
 
 if TYPE_CHECKING:
+    from tests.ptx.bulk_ops import BulkCopy
     from tests.ptx.machine import ActiveLaunch, Machine
 
 WARP = 32
@@ -32,6 +35,18 @@ class Barrier:
     waiting: list[tuple[Gang, Split]] = field(default_factory=list)
     count: int = 0
     warp_pc: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class CopyGroup:
+    """cp.async copies of one commit group; each is done when called."""
+
+    copies: list[Callable[[], None]] = field(default_factory=list)
+
+    def finish(self) -> None:
+        for copy in self.copies:
+            copy()
+        self.copies.clear()
 
 
 @dataclass(eq=False)
@@ -97,6 +112,8 @@ class Gang:
         self.full = True
         self.mask: Array = self.everyone
         self._guarded = False
+        self.copy_groups: list[CopyGroup] = [CopyGroup()]
+        self.bulk_groups: dict[int, list[list[BulkCopy]]] = {}
         self.fuel = 0
         self.strong_reads = 0
         self.effects = 0
@@ -191,15 +208,16 @@ class Gang:
         return moved
 
     def site(self, pc: int, error: PtxError | None = None) -> Site:
-        instruction = self.launch.program.kernel.instructions[pc]
+        """Where the gang is: `error` says which of the active lanes is meant."""
         active = self.active()
-        lane = error.lane if error is not None else 0
-        thread = int(self.thread_in_cta[active[min(lane, len(active) - 1)]]) if len(active) else self.first
-        name = self.launch.program.kernel.name
-        text = instruction.text.replace(name, "")
-        return Site(
-            self.launch.program.kernel.short_name(), instruction.line, text, self.cta.gpu, self.cta.linear, thread
-        )
+        at = min(error.lane if error is not None else 0, len(active) - 1)
+        return self.site_of(self.launch.program.kernel.instructions[pc], int(active[at]) if len(active) else 0)
+
+    def site_of(self, instruction: Instruction, lane: int) -> Site:
+        kernel = self.launch.program.kernel
+        text = instruction.text.replace(kernel.name, "")
+        thread = int(self.thread_in_cta[lane])
+        return Site(kernel.short_name(), instruction.line, text, self.cta.gpu, self.cta.linear, thread)
 
     def branch(self, split: Split, taken: Array, target: int) -> bool:
         """Moves the lanes in `taken` to `target`, the others on. True if the split goes on undivided."""

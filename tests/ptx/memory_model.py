@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.ptx.allocation import Allocation, Shadow
 from tests.ptx.clocks import Clocks, View
-from tests.ptx.errors import NonCoherentRead, UninitialisedRead
+from tests.ptx.errors import MissingProxyFence, NonCoherentRead, UninitialisedRead
 from tests.ptx.history import HAS_VIEWS, History, Record, Version, Views
 from tests.ptx.number_formats import Array
 from tests.ptx.races import Event, RaceCheck
@@ -41,6 +41,7 @@ class Checks:
     races: str = "error"
     non_coherent: bool = True
     vector_atomic: bool = True
+    proxies: bool = True
 
 
 class MemoryModel:
@@ -56,6 +57,7 @@ class MemoryModel:
         self._pending: dict[int, list[tuple[Views, int]]] = {}
         self._flag_ids: dict[tuple[int, int], int] = {}
         self._sequential: View | None = None
+        self._fenced: dict[int, View] = {}
 
     def read(self, memory: Allocation, offsets: Array, access: Access, threads: Array) -> Array:
         """The bytes that `threads` (one per offset) read: an array of words or void records of access.size."""
@@ -82,8 +84,17 @@ class MemoryModel:
         shadow.read_kind[slot][index] = access.scope
         return values
 
-    def write(self, memory: Allocation, offsets: Array, values: Array, access: Access, threads: Array) -> None:
-        """Writes words or void records of access.size."""
+    def write(
+        self,
+        memory: Allocation,
+        offsets: Array,
+        values: Array,
+        access: Access,
+        threads: Array,
+        writer: int | None = None,
+    ) -> None:
+        """Writes words or void records of access.size. `writer` is who the writes count for, if not `threads` (whose
+        order they must respect)."""
         if memory.unwritten is not None:
             memory.unwritten[offsets[:, None] + np.arange(access.size)] = False
         shadow = memory.shadow_for(self._granule(access))
@@ -99,6 +110,7 @@ class MemoryModel:
         kind = np.full(len(flat), access.scope, np.int8)
         if access.scope != WEAK:
             self._attach_views(record, index, threads, access, kind.reshape(index.shape))
+        thread = thread if writer is None else np.full_like(thread, writer)
         shadow.writer[flat] = np.broadcast_to(thread, index.shape).reshape(-1)
         if self.races.on and access.scope == WEAK and len(flat) > 1:
             self._check_collisions(memory, shadow, index, thread, access.size, offsets, values)
@@ -143,7 +155,7 @@ class MemoryModel:
                 self.clocks.acquire(thread, self._sequential)
             if acquire:
                 for views, read_scope in self._pending.pop(thread, ()):
-                    self._join(views, min(read_scope, scope), thread)
+                    self.take(views, min(read_scope, scope), thread)
             if release:
                 released = self._released.setdefault(thread, {})
                 for narrower in [s for s in released if s <= scope]:
@@ -151,6 +163,33 @@ class MemoryModel:
                 released[scope] = self.clocks.publish(thread)
                 if sequential:
                     self._sequential = released[scope]
+
+    def publish(self, thread: int, scope: int) -> Views:
+        """What a release by the thread publishes through something that is no plain location (an mbarrier)."""
+        return {(scope, int(self.topology.cta[thread])): self.clocks.publish(thread)}
+
+    def proxy_fence(self, threads: Array) -> None:
+        """fence.proxy.async: asynchronous copies may use what the threads wrote, or have learnt of, until now."""
+        for thread in map(int, threads):
+            self._fenced[thread] = self.clocks.publish(thread)
+
+    def check_proxy(self, memory: Allocation, offset: int, size: int, thread: int) -> None:
+        """An asynchronous copy reads `size` bytes: generic writes to them need a proxy fence by writer or issuer."""
+        shadow = memory.shadow
+        if shadow is None or not self.checks.proxies:
+            return
+        index = np.arange(offset // shadow.granule, -(-(offset + size) // shadow.granule))
+        mine = self._fenced.get(thread)
+        pairs = np.stack([shadow.writer[index], shadow.epoch[index]])
+        for writer, epoch in np.unique(pairs, axis=1).T:
+            if writer < 0 or writer >= self.topology.agents:
+                continue
+            own = self._fenced.get(int(writer))
+            if not any(view is not None and epoch <= view.clock[writer] for view in (own, mine)):
+                raise MissingProxyFence(
+                    f"{memory.name}: an asynchronous copy reads what {self.topology.name(int(writer))} wrote without a "
+                    "fence.proxy.async since"
+                )
 
     def barrier(self, threads: Array) -> None:
         """Threads meet: each sees what any of them did before."""
@@ -204,13 +243,13 @@ class MemoryModel:
         if not views or access.scope == WEAK:
             return
         if access.acquire:
-            self._join(views, access.scope, thread)
+            self.take(views, access.scope, thread)
             return
         pending = self._pending.setdefault(thread, [])
         if not pending or pending[-1][0] is not views:
             pending.append((views, access.scope))
 
-    def _join(self, views: Views, scope: int, thread: int) -> None:
+    def take(self, views: Views, scope: int, thread: int) -> None:
         """Synchronises with every releaser whose scope includes the reader and who is in the reader's scope."""
         topology = self.topology
         for (released, cta), view in views.items():

@@ -61,7 +61,7 @@ def _load(program: Program, instruction: Instruction) -> Step:
 
     def run(g: Gang) -> None:
         lanes = g.active()
-        values = load(g, space, where(g, lanes), access)
+        values = load(g, space, where(g, lanes), access, lanes)
         g.strong_reads += access.scope != WEAK
         columns = values.view(kind.raw).reshape(len(lanes), -1)
         for i, put in enumerate(puts):
@@ -87,7 +87,7 @@ def _store(program: Program, instruction: Instruction) -> Step | None:
         lanes = g.active()
         values = np.stack([source(g, lanes).view(kind.raw) for source in sources], axis=1)
         g.effects += space != "local"
-        store(g, space, where(g, lanes), words(values, access.size), access)
+        store(g, space, where(g, lanes), words(values, access.size), access, lanes)
 
     return run
 

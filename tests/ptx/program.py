@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.ptx import control_ops, memory_ops, warp_ops
+from tests.ptx import async_ops, control_ops, memory_ops
 from tests.ptx.allocation import LOCAL_WINDOW, PARAM_WINDOW
 from tests.ptx.errors import PtxError, UnknownInstruction
 from tests.ptx.gang import Gang, Split
@@ -79,7 +79,9 @@ class Program:
             step = self._guarded(step, instruction)
         self.steps.append(step or _unreachable)
         self.control.append(control)
-        self.is_memory.append(control is None and memory_ops.is_memory(instruction.parts))
+        self.is_memory.append(
+            control is None and (memory_ops.is_memory(instruction.parts) or async_ops.is_async(instruction.parts))
+        )
 
     def _guarded(self, step: Step, instruction: Instruction) -> Step:
         guard = instruction.guard
@@ -99,7 +101,7 @@ class Program:
     def _step(self, instruction: Instruction) -> Step | None:
         if instruction.parts[0] == "mov":
             return self._mov(instruction)
-        for family in (memory_ops.build, warp_ops.build):
+        for family in (memory_ops.build, async_ops.build):
             step = family(self, instruction)
             if step is not None:
                 return step

@@ -27,13 +27,13 @@ def words(values: Array, size: int) -> Array:
     return np.ascontiguousarray(values).view(kind).reshape(-1)
 
 
-def load(g: Gang, space: str, addresses: Array, access: Access) -> Array:
-    """Words or void records of access.size bytes, one per active lane."""
+def load(g: Gang, space: str, addresses: Array, access: Access, lanes: Array) -> Array:
+    """Words or void records of access.size bytes, one for each of `lanes`."""
     check_alignment(addresses, access.size)
     if len(addresses) == 0:
         return np.zeros(0, np.dtype((np.void, access.size)))
     pieces = [
-        (where, _load_region(g, region, addresses[where], access, lanes=g.active()[where]))
+        (where, _load_region(g, region, addresses[where], access, lanes=lanes[where]))
         for region, where in _regions(space, addresses)
     ]
     if len(pieces) == 1:
@@ -44,10 +44,10 @@ def load(g: Gang, space: str, addresses: Array, access: Access) -> Array:
     return result
 
 
-def store(g: Gang, space: str, addresses: Array, values: Array, access: Access) -> None:
+def store(g: Gang, space: str, addresses: Array, values: Array, access: Access, lanes: Array) -> None:
     check_alignment(addresses, access.size)
     for region, where in _regions(space, addresses):
-        target, lanes = addresses[where], g.active()[where]
+        target, by = addresses[where], lanes[where]
         if region == "local":
             _local(g, target, access.size)[(target - np.uint64(LOCAL_WINDOW)).astype(np.int64) // access.size] = values[
                 where
@@ -56,7 +56,7 @@ def store(g: Gang, space: str, addresses: Array, values: Array, access: Access) 
             raise OutOfBounds(f"{region} space is read only")
         else:
             for memory, part, offsets in _allocations(g, region, target, access.size):
-                g.machine.memory.write(memory, offsets, values[where][part], access, g.threads[lanes[part]])
+                g.machine.memory.write(memory, offsets, values[where][part], access, g.threads[by[part]])
 
 
 def locate(g: Gang, space: str, address: int, size: int) -> tuple[Allocation, int]:

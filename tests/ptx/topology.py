@@ -18,6 +18,8 @@ class Topology:
     gpu: Array
     launch: Array
     first_thread: Array
+    agents: int
+    """Numbers from here on are the CTAs' asynchronous agents, which write for cp.async.bulk."""
 
     def common(self, a: int, b: int) -> int:
         """The narrowest scope that includes both threads."""
@@ -31,4 +33,6 @@ class Topology:
         if thread < 0:
             return "the host"
         cta = int(self.cta[thread])
+        if thread >= self.agents:
+            return f"an asynchronous copy of GPU {int(self.gpu[thread])} CTA #{cta}"
         return f"GPU {int(self.gpu[thread])} CTA #{cta} thread {thread - int(self.first_thread[cta])}"
