@@ -256,3 +256,17 @@ def test_absolute_negative_and_complement() -> None:
     assert evaluate("neg.s32 {d}, {a};", ("s32",), "s32", a).tolist() == [signed(-int(x), "s32") for x in a]
     assert evaluate("not.b32 {d}, {a};", ("b32",), "b32", a).tolist() == [~int(x) & 0xFFFFFFFF for x in a]
     assert evaluate("cnot.b32 {d}, {a};", ("b32",), "b32", a).tolist() == [int(x == 0) for x in a]
+
+
+@pytest.mark.parametrize("kind", ["u32", "s32"])
+def test_24_bit_products_saturated_sums_and_distances(kind: str) -> None:
+    a, b, c = operands(32, 3)
+    low = [[signed(int(x) << 8, kind) >> 8 for x in column] for column in (a, b)]
+    got = evaluate(f"mul24.lo.{kind} {{d}}, {{a}}, {{b}};", (kind, kind), kind, a, b)
+    assert got.tolist() == [signed(x * y, kind) for x, y in zip(*low, strict=True)]
+    values = [[signed(int(x), kind) for x in column] for column in (a, b, c)]
+    got = evaluate(f"sad.{kind} {{d}}, {{a}}, {{b}}, {{c}};", (kind, kind, kind), kind, a, b, c)
+    assert got.tolist() == [signed(abs(x - y) + z, kind) for x, y, z in zip(*values, strict=True)]
+    if kind == "s32":
+        got = evaluate("sub.sat.s32 {d}, {a}, {b};", ("s32", "s32"), "s32", a, b)
+        assert got.tolist() == [min(max(x - y, -(2**31)), 2**31 - 1) for x, y in zip(*values[:2], strict=True)]
