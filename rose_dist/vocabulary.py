@@ -6,8 +6,10 @@ import base64
 import json
 from pathlib import Path
 
+from rose_dist.errors import RoseError
 
-class VocabularyError(ValueError):
+
+class VocabularyError(RoseError, ValueError):
     """A vocabulary that is missing or can't be read; the message says what would serve."""
 
 

@@ -116,7 +116,6 @@ class _RequestMessage(msgspec.Struct):
 
     def message(self) -> Message:
         content = self.content or ""
-        calls = [(call.id, call.function) for call in self.tool_calls or []]
         return Message(
             role=self.role,
             content=content if isinstance(content, str) else "".join(part.text for part in content),

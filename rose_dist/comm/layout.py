@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from rose_dist.errors import RoseError
+
 MoeMode = Literal["tensor_parallel", "data_parallel"]
 
 
-class LayoutError(ValueError):
+class LayoutError(RoseError, ValueError):
     """The sizes asked for don't divide the world; the message lists those that do."""
 
 

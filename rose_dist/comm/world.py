@@ -20,6 +20,7 @@ from rose_dist.comm.group import Group
 from rose_dist.comm.layout import Layout, LayoutError, Place
 from rose_dist.comm.logs import configure_logging
 from rose_dist.comm.stage_guard import StageGuard
+from rose_dist.errors import RoseError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE")
 """Variables that mpirun or srun set for MPI processes; without any of them the world is this process."""
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+_TURN_SECONDS = 0.5
+"""How much later another rank than 0 speaks of an error that it shares with rank 0."""
 _ABORT_SECONDS = 3.0
 """What MPI gets to end the job in order before the guard kills this rank."""
 
@@ -170,6 +173,10 @@ class World:
         threading.excepthook = on_thread_exception
 
     def _fail(self, error: BaseException) -> NoReturn:
+        if isinstance(error, RoseError):
+            # A user's mistake is mostly seen by all ranks at once: let the first one tell it, alone.
+            time.sleep(_TURN_SECONDS * min(self.rank, 2))
+            self.abort(f"error: {error}")
         traceback.print_exception(error)
         self.abort(f"{type(error).__name__}: {error}")
 

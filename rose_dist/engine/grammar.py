@@ -14,8 +14,10 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
+from rose_dist.errors import RoseError
 
-class GrammarError(ValueError):
+
+class GrammarError(RoseError, ValueError):
     """A grammar that is invalid or beyond the limits of size and complexity; ends its request with an error."""
 
 

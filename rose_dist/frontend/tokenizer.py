@@ -16,10 +16,12 @@ from typing import Any
 
 import tokenizers
 
+from rose_dist.errors import RoseError
+
 _LOSSY_UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
-class TokenizerError(ValueError):
+class TokenizerError(RoseError, ValueError):
     """The checkpoint's tokenizer files are missing or of a kind that this server can't stream."""
 
 

