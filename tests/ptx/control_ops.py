@@ -77,8 +77,10 @@ def _branch(program: Program, instruction: Instruction) -> Control:
 
 def _indexed_branch(program: Program, instruction: Instruction) -> Control:
     """brx.idx through a table of labels."""
-    table = program.kernel.branch_targets[instruction.operands[1].name]  # type: ignore[union-attr]
-    targets = [program.kernel.labels[label] for label in table]
+    table = instruction.operands[1]
+    if not isinstance(table, Sym) or table.name not in program.kernel.branch_targets:
+        raise PtxSyntaxError(f"no table of branch targets: {table}")
+    targets = [program.kernel.labels[label] for label in program.kernel.branch_targets[table.name]]
     index = program.operands.read(instruction.operands[0], U32)
 
     def handle(g: Gang, split: Split) -> bool:

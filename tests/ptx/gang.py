@@ -21,7 +21,8 @@ from tests.ptx.syntax import Instruction
 
 if TYPE_CHECKING:
     from tests.ptx.bulk_ops import BulkCopy
-    from tests.ptx.machine import ActiveLaunch, Machine
+    from tests.ptx.launch import ActiveLaunch
+    from tests.ptx.machine import Machine
 
 WARP = 32
 _SPINS_BEFORE_SWITCH = 6
@@ -99,13 +100,16 @@ class Gang:
         self.threads = cta.first_thread + self.thread_in_cta
         self.lane_id = self.thread_in_cta % WARP
         counts = cta.launch.program.register_counts
-        self.p = np.zeros((counts["p"], lanes), np.bool_)
-        self.u2 = np.full((counts["u2"], lanes), 0xDEAD, np.uint16)
-        self.u4 = np.full((counts["u4"], lanes), 0xDEADBEEF, np.uint32)
-        self.u8 = np.full((counts["u8"], lanes), 0xDEADBEEFDEADBEEF, np.uint64)
-        self.s2, self.f2 = self.u2.view(np.int16), self.u2.view(np.float16)
-        self.s4, self.f4 = self.u4.view(np.int32), self.u4.view(np.float32)
-        self.s8, self.f8 = self.u8.view(np.int64), self.u8.view(np.float64)
+        self.p: Array = np.zeros((counts["p"], lanes), np.bool_)
+        self.u2: Array = np.full((counts["u2"], lanes), 0xDEAD, np.uint16)
+        self.u4: Array = np.full((counts["u4"], lanes), 0xDEADBEEF, np.uint32)
+        self.u8: Array = np.full((counts["u8"], lanes), 0xDEADBEEFDEADBEEF, np.uint64)
+        self.s2: Array = self.u2.view(np.int16)
+        self.s4: Array = self.u4.view(np.int32)
+        self.s8: Array = self.u8.view(np.int64)
+        self.f2: Array = self.u2.view(np.float16)
+        self.f4: Array = self.u4.view(np.float32)
+        self.f8: Array = self.u8.view(np.float64)
         self.local = np.zeros(lanes * max(cta.launch.program.local_size, 1), np.uint8)
         self.everyone = np.ones(lanes, np.bool_)
         self.splits = [Split(0, self.everyone.copy())]

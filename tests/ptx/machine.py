@@ -44,7 +44,7 @@ class Machine:
     def __init__(self, *, check_shared: bool = False) -> None:
         self.addresses = AddressMap()
         self.check_shared = check_shared
-        self.now = 0
+        self.now: int = 0
         self.admission_due = False
         self.rng = random.Random(0)
         self.memory: MemoryModel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from tests.ptx.operands import Operands, Put, allocate_registers
 from tests.ptx.operation import Operation
 from tests.ptx.operations import resolve
 from tests.ptx.ptx_types import is_type, ptx_type
-from tests.ptx.syntax import Instruction, Kernel, Module, Neg, Operand, Pair, Reg, Sym, Vec
+from tests.ptx.syntax import Instruction, Kernel, Module, Operand, Pair, Variable, Vec
 
 Step = Callable[[Gang], None]
 Control = Callable[[Gang, Split], bool]
@@ -50,18 +51,19 @@ class Program:
     def _symbols(self) -> dict[str, Callable[[Gang], object]]:
         symbols: dict[str, Callable[[Gang], object]] = {}
         for name, offset in self.param_offsets.items():
-            symbols[name] = lambda g, o=offset: PARAM_WINDOW + o
+            symbols[name] = _constant(PARAM_WINDOW + offset)
         for name, offset in self.shared_offsets.items():
-            symbols[name] = lambda g, o=offset: o
+            symbols[name] = _constant(offset)
         for variable in self.extern_shared:
             symbols[variable.name] = lambda g: self.dynamic_shared_base()
         for name, offset in self.local_offsets.items():
-            symbols[name] = lambda g, o=offset: (
-                np.uint64(LOCAL_WINDOW + o) + (np.arange(g.lanes) * self.local_size).astype(np.uint64)
-            )
+            symbols[name] = self._local_address(offset)
         for variable in self.constants:
-            symbols[variable.name] = lambda g, n=variable.name: g.launch.constants[n].base
+            symbols[variable.name] = _allocated(variable.name)
         return symbols
+
+    def _local_address(self, offset: int) -> Callable[[Gang], object]:
+        return lambda g: np.uint64(LOCAL_WINDOW + offset) + (np.arange(g.lanes) * self.local_size).astype(np.uint64)
 
     def _add(self, instruction: Instruction) -> None:
         name = ".".join(instruction.parts)
@@ -117,9 +119,9 @@ class Program:
         if len(sources) != len(kinds):
             raise UnknownInstruction(f"{len(sources)} source operands, {len(kinds)} expected")
         reads = [self.operands.read(o, k) for o, k in zip(sources, kinds, strict=True)]
-        function = operation.function
         if len(operation.results) == 2:
             return self._pure_pair(destination, operation, reads)
+        function = cast(Callable[..., Array], operation.function)
         put = self.operands.write(destination, operation.results[0])
         if len(reads) == 1:
             (a,) = reads
@@ -150,8 +152,6 @@ class Program:
         if isinstance(source, Vec):
             return self._pack(destination, source, kind.bits)
         put, get = self.operands.write(destination, kind), self.operands.read(source, kind)
-        if isinstance(source, Reg | Neg | Sym) or kind.kind != "p":
-            return lambda g: put(g, get(g))
         return lambda g: put(g, get(g))
 
     def _unpack(self, destination: Vec, source: Operand, bits: int) -> Step:
@@ -182,11 +182,19 @@ class Program:
         return run
 
 
+def _constant(value: int) -> Callable[[Gang], object]:
+    return lambda g: value
+
+
+def _allocated(name: str) -> Callable[[Gang], object]:
+    return lambda g: g.launch.constants[name].base
+
+
 def _unreachable(g: Gang) -> None:
     raise AssertionError("a control instruction has no step")
 
 
-def _layout(variables: list) -> tuple[dict[str, int], int]:  # type: ignore[type-arg]
+def _layout(variables: list[Variable]) -> tuple[dict[str, int], int]:
     offsets, end = {}, 0
     for variable in variables:
         end = -(-end // variable.align) * variable.align

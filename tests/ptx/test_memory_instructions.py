@@ -6,6 +6,7 @@ import torch
 
 from tests.ptx.errors import DataRace
 from tests.ptx.machine import Machine
+from tests.ptx.program import Program
 from tests.ptx.source import kernel, launch
 
 TID = "mov.u32 %r1, %tid.x; "
@@ -195,7 +196,7 @@ def test_shared_memory_of_the_cluster() -> None:
     assert set(out.tolist()) == {32 * (1 + 2 + 3 + 4)}
 
 
-def dependent(wait: str) -> tuple[object, object]:
+def dependent(wait: str) -> tuple[Program, Program]:
     first = kernel(
         TID
         + """ld.param.u64 %d1, [x]; mul.wide.u32 %d2, %r1, 4; add.u64 %d2, %d1, %d2;
@@ -224,12 +225,13 @@ def test_a_dependent_launch_that_does_not_wait_is_caught() -> None:
     machine = Machine()
     first, second = dependent("")
 
-    def run(seed: int) -> None:
+    def run(seed: int) -> bool:
         x, out = machine.zeros(32, torch.int32), machine.zeros(32, torch.int32)
         machine.run([launch(first, x), launch(second, x, out, overlaps=True)], seed=seed, non_coherent=False)
+        return True
 
     with pytest.raises(DataRace):
-        all(run(seed) is None for seed in range(20))
+        all(run(seed) for seed in range(20))
 
 
 def test_a_plain_second_launch_waits_for_the_first() -> None:

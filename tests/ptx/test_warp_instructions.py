@@ -122,6 +122,15 @@ def test_lanes_diverge_and_meet_again(seed: int) -> None:
     assert got.tolist() == [alone[t ^ 1] for t in range(64)]
 
 
+def test_indexed_branches() -> None:
+    body = """mov.u32 %r1, %tid.x; and.b32 %r2, %r1, 3; bra GO;
+        TABLE: .branchtargets ZERO, ONE, TWO, ONE;
+        GO: brx.idx %r2, TABLE;
+        ZERO: mov.b32 {d}, 100; bra END; ONE: mov.b32 {d}, 101; bra END; TWO: mov.b32 {d}, 102; END: bar.warp.sync -1;"""
+    got = evaluate(body, (), "b32", block=64, seed=3)
+    assert got.tolist() == [(100, 101, 102, 101)[t % 4] for t in range(64)]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_halves_of_a_warp_shuffle_apart(seed: int) -> None:
     body = """mov.u32 %r1, %tid.x; and.b32 %r2, %r1, 16; setp.eq.u32 %p1, %r2, 0; @%p1 bra LOW;
