@@ -121,7 +121,7 @@ class Gang:
         self.fuel = 0
         self.strong_reads = 0
         self.effects = 0
-        self.spun = False
+        self.spun = self.polled = self.acted = False
 
     def activate(self, mask: Array) -> None:
         self.mask = mask
@@ -145,16 +145,18 @@ class Gang:
         return live
 
     def run(self, fuel: int) -> bool:
-        """Runs up to `fuel` memory instructions of one split at a time; False if nothing could run."""
-        self.fuel, self.spun = fuel, False
+        """Runs up to `fuel` memory instructions, one split at a time; False if nothing came of it but polling."""
+        self.fuel = fuel
+        self.spun = self.polled = self.acted = False
         self.strong_reads = self.effects = 0
         moved = False
         while self.fuel > 0 and not self.spun:
             split = self._pick()
             if split is None:
-                return moved
+                break
             moved |= self._advance(split)
-        return moved
+        only_polled = (self.polled or self.strong_reads > 0) and not self.acted and self.effects == 0
+        return moved and not only_polled
 
     def _pick(self) -> Split | None:
         ready = [s for s in self.splits if not s.waiting]
@@ -246,6 +248,8 @@ class Gang:
             self.spun = True
         if self.effects:
             split.spins = 0
+        self.polled |= self.strong_reads > 0
+        self.acted |= self.effects > 0
         self.strong_reads = self.effects = 0
 
     def exit(self, split: Split, lanes: Array) -> bool:

@@ -24,6 +24,7 @@ from tests.ptx.topology import Topology
 _TURN_NS = 100
 _FUEL = (1, 2, 4, 16, 64)
 _COPY_PER_TURN = 0.3
+_MAX_TURNS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -204,12 +205,14 @@ class _Scheduler:
             gang = rng.choice(self.gangs)
             moved = gang.run(rng.choice(_FUEL))
             turns += 1
-            self._copy(often=not moved or gang.spun)
+            self._copy(often=not moved)
             if not gang.splits:
                 self._retire(gang)
             if self.machine.admission_due:
                 self._admit()
-            self._account(gang, moved)
+            self._account(moved)
+            if turns > _MAX_TURNS:
+                raise Deadlock(f"no end after {turns} turns:\n" + "\n".join(self._positions()))
         while self.machine.copies:
             self._copy(often=True)
         if not all(one.done for one in self.launches):
@@ -264,11 +267,11 @@ class _Scheduler:
                 if split.waiting == "grid":
                     split.waiting = ""
 
-    def _account(self, gang: Gang, moved: bool) -> None:
+    def _account(self, moved: bool) -> None:
         """The clock, and the end of a run in which nobody gets on. While all only poll, time runs faster and faster,
         so that bounded waits expire within some thousand turns.
         """
-        if moved and not gang.spun:
+        if moved:
             self.idle = 0
             self.machine.now += _TURN_NS
             return

@@ -35,7 +35,7 @@ def weakenings(program: Program, *, scopes: bool = True, barriers: bool = True) 
     """One weakened program after the other.
 
     Releases and acquires are made relaxed, one side at a time; with `scopes`, sys becomes gpu and gpu becomes cta;
-    fences are dropped and, with `barriers`, CTA and warp barriers too.
+    fences and griddepcontrol.wait are dropped and, with `barriers`, CTA and warp barriers too.
     """
     for index, instruction in enumerate(program.kernel.instructions):
         for change, parts in _changes(instruction.parts, scopes=scopes, barriers=barriers):
@@ -43,7 +43,7 @@ def weakenings(program: Program, *, scopes: bool = True, barriers: bool = True) 
 
 
 def _changes(parts: tuple[str, ...], *, scopes: bool, barriers: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
-    fence = parts[0] == "fence" and "proxy" not in parts[1]
+    fence = parts[0] == "fence" or parts == ("griddepcontrol", "wait")
     if fence or (barriers and parts[0] in ("bar", "barrier") and "sync" in parts):
         yield "dropped", _NOTHING
     elif parts[0] in _ORDERED:
@@ -53,7 +53,7 @@ def _changes(parts: tuple[str, ...], *, scopes: bool, barriers: bool) -> Iterato
         if "acq_rel" in parts:
             yield "release dropped", _with(parts, "acq_rel", "acquire")
             yield "acquire dropped", _with(parts, "acq_rel", "release")
-    if scopes and parts[0] in _ORDERED and {"release", "acquire", "acq_rel"} & set(parts):
+    if scopes and parts[0] in _ORDERED and {"release", "acquire", "acq_rel", "sc"} & set(parts):
         for wide, narrow in (("sys", "gpu"), ("gpu", "cta")):
             if wide in parts:
                 yield f"scope {wide} made {narrow}", _with(parts, wide, narrow)
