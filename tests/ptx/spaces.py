@@ -114,7 +114,9 @@ def _load_region(g: Gang, region: str, addresses: Array, access: Access, lanes: 
 def _allocations(
     g: Gang, region: str, addresses: Array, size: int
 ) -> Iterator[tuple[Allocation, slice | Array, Array]]:
-    """(allocation, which of the lanes, offsets) for each allocation that the lanes touch."""
+    """(allocation, which of the lanes, offsets) for each allocation that the lanes touch, in the order of its first
+    lane: a replay must not depend on where memory happens to lie.
+    """
     if region == "shared":
         yield from _shared(g, addresses, size)
         return
@@ -126,7 +128,7 @@ def _allocations(
         return
     left = np.ones(len(addresses), np.bool_)
     while left.any():
-        memory = _find(g, int(addresses[left].min()), size, addresses)
+        memory = _find(g, int(addresses[np.argmax(left)]), size, addresses)
         inside = left & (addresses >= np.uint64(memory.base)) & (addresses < np.uint64(memory.end))
         top = int(addresses[inside].max())
         if top + size > memory.end:
