@@ -9,14 +9,13 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import cutlass.cute as cute
 import pytest
 import torch
 from cuda.bindings.driver import CUstream
 
 from rose_dist.kernels import embedding, jit, launch, qk_norm, quantize, rms_norm, routing, swiglu
 from rose_dist.kernels.arch import Arch, DeviceInfo
-from tests.ptx.cutedsl import Compiled
+from tests.ptx.cutedsl import Compiled, compile_kernel
 from tests.ptx.machine import Machine
 
 _CACHES = (
@@ -36,7 +35,7 @@ class EmulatedTensor(torch.Tensor):
 @cache
 def compiled(kernel: jit.Kernel) -> Compiled:
     """The kernel with its host code, ready to be interpreted."""
-    return Compiled(cute.compile(kernel, *kernel.arguments(), options=f"--gpu-arch {kernel.arch} --keep-ptx"))
+    return compile_kernel(kernel, *kernel.arguments(), arch=str(kernel.arch))
 
 
 def stream() -> CUstream:
