@@ -35,7 +35,7 @@ def weakenings(program: Program, *, scopes: bool = True, barriers: bool = True) 
     """One weakened program after the other.
 
     Releases and acquires are made relaxed, one side at a time; with `scopes`, sys becomes gpu and gpu becomes cta;
-    fences and griddepcontrol.wait are dropped and, with `barriers`, CTA and warp barriers too.
+    fences and griddepcontrol.wait are dropped and, with `barriers`, the barriers of CTAs, warps and clusters too.
     """
     for index, instruction in enumerate(program.kernel.instructions):
         for change, parts in _changes(instruction.parts, scopes=scopes, barriers=barriers):
@@ -44,7 +44,7 @@ def weakenings(program: Program, *, scopes: bool = True, barriers: bool = True) 
 
 def _changes(parts: tuple[str, ...], *, scopes: bool, barriers: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
     fence = parts[0] == "fence" or parts == ("griddepcontrol", "wait")
-    if fence or (barriers and parts[0] in ("bar", "barrier") and "sync" in parts):
+    if fence or (barriers and parts[0] in ("bar", "barrier") and {"sync", "wait"} & set(parts)):
         yield "dropped", _NOTHING
     elif parts[0] in _ORDERED:
         for order in ("release", "acquire"):
