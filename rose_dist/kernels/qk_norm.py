@@ -18,7 +18,7 @@ from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.dsl import (
     TYPES, Boolean, Float32, Int32, Int64, Stream, const_expr, cute, range_constexpr,
 )  # fmt: skip
-from rose_dist.kernels.variants import QK_HEADS_EACH
+from rose_dist.kernels.variants import heads_each
 
 HEAD_DIMS = (64, 128, 256)
 THREADS = 128
@@ -140,9 +140,9 @@ def _launch(
     vector_bytes = vector.widest(device.arch, head_dim * q.element_size() // 2, *steps)
     table_dtype = torch.float32 if cos is None else cos.dtype
     heads = query_heads + key_heads * (2 if cache else 1)
-    each = QK_HEADS_EACH.select(tokens * heads // device.sms)
-    if query_heads % each or key_heads % each:
-        each = 1
+    each = heads_each(
+        query_heads, key_heads, vector_bytes, tokens * heads // device.sms, rotary=rotary is not Rotary.NONE
+    )
     launcher = _launcher(
         device.arch, q.dtype, table_dtype, query_heads, key_heads, head_dim, vector_bytes, norm is not None, rotary,
         cache is not None, each,
@@ -241,7 +241,7 @@ class QKNormRope(jit.Kernel):
     rotary: Rotary
     cache: bool
     heads_each: int
-    """Neighbouring heads, all of q, of k or of v, that a group of lanes takes; they share positions and tables."""
+    """Neighbouring heads, all of q, of k or of v, that a group of lanes takes."""
 
     @property
     def count(self) -> int:

@@ -27,7 +27,7 @@ from rose_dist.kernels.dsl import TYPES, Boolean, Float32, Int32, Int64, Stream,
 from rose_dist.kernels.formats import (
     E2M1_MAGNITUDES, E4M3_MAX, MIN_AMAX, BlockFormat, Element, Scale, ScaleLayout,
 )  # fmt: skip
-from rose_dist.kernels.variants import ROW_SHAPES, RowShape, RowTiling, tile
+from rose_dist.kernels.variants import DECODE_SHAPES, ROW_SHAPES, RowShape, RowTiling, tile
 
 
 def quantize(
@@ -109,7 +109,7 @@ def dequantize(
     if rows:
         device = launch.device(codes)
         vector_bytes = vector.widest(device.arch, columns * dtype.itemsize, out.data_ptr())
-        shape = ROW_SHAPES.select(rows // device.sms)
+        shape = DECODE_SHAPES.select(rows // device.sms)
         launcher = _dequantizer(device.arch, dtype, shape, vector_bytes, BlockOutput(format, layout, columns))
         launch.run(launcher, codes, codes, scales, layout.padded_rows(rows), global_scale, out, rows)
     return out

@@ -17,7 +17,9 @@ from rose_dist.kernels.quantize import Dequantize, Quantize, decoded_count
 from rose_dist.kernels.rms_norm import RMSNorm
 from rose_dist.kernels.routing import Route, Score
 from rose_dist.kernels.swiglu import Gate, GatedActivation
-from rose_dist.kernels.variants import COUNTING_ROUTERS, QK_HEADS_EACH, ROUTERS, ROW_SHAPES, tile
+from rose_dist.kernels.variants import (
+    ACTIVATION_SHAPES, COUNTING_ROUTERS, DECODE_SHAPES, ROTARY_BYTES, ROUTERS, ROW_SHAPES, tile,
+)  # fmt: skip
 
 HIDDEN = (2880, 4096, 7168)
 """GPT-OSS, Qwen3-MoE 235B, DeepSeek-V3."""
@@ -79,8 +81,9 @@ def _qk_norms(arch: Arch) -> Iterator[Kernel]:
     dtype, fp32, width = torch.bfloat16, torch.float32, arch.vector_bytes
     for query_heads, key_heads, head_dim in QK_HEADS:
         heads = (query_heads, key_heads, head_dim)
-        for each in QK_HEADS_EACH.variants:
-            yield QKNormRope(arch, dtype, fp32, *heads, width, True, Rotary.NONE, False, each)
+        yield QKNormRope(arch, dtype, fp32, *heads, width, True, Rotary.NONE, False, 1)
+        for bytes_each in ROTARY_BYTES.variants:
+            each = max(bytes_each // (2 * width), 1)
             for rotary in (Rotary.NEOX, Rotary.INTERLEAVED):
                 yield QKNormRope(arch, dtype, dtype, *heads, width, False, rotary, False, each)
                 for norm in (False, True):
@@ -93,7 +96,7 @@ def _activations(arch: Arch) -> Iterator[Kernel]:
     for gate, columns, bias in ((Gate.CLAMPED_SWIGLU, 2880, True), (Gate.SILU, 2048, False), (Gate.SILU, 1536, False)):
         for format in (None, FP8, MXFP8):
             output = format and BlockOutput(format, scale_layouts(format, arch)[-1], columns)
-            for shape in ROW_SHAPES.variants:
+            for shape in ACTIVATION_SHAPES.variants:
                 tiling = tile(columns // count, 2 * width, shape, group=output.lanes(count) if output else 1)
                 yield GatedActivation(arch, gate, dtype, tiling, width, bias, output)
 
@@ -125,4 +128,6 @@ def _quantizers(arch: Arch) -> Iterator[Kernel]:
                 for shape in ROW_SHAPES.variants:
                     tiling = tile(columns // count, width, shape, group=output.lanes(count))
                     yield Quantize(arch, dtype, tiling, width, output)
-                    yield Dequantize(arch, dtype, tile(columns // decoded_count(arch, dtype), width, shape), width, output)
+                for shape in DECODE_SHAPES.variants:
+                    tiling = tile(columns // decoded_count(arch, dtype), width, shape)
+                    yield Dequantize(arch, dtype, tiling, width, output)

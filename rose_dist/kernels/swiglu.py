@@ -18,7 +18,7 @@ from rose_dist.kernels.dsl import (
 )  # fmt: skip
 from rose_dist.kernels.formats import BlockFormat, ScaleLayout
 from rose_dist.kernels.quantize import quantize
-from rose_dist.kernels.variants import ROW_SHAPES, RowShape, RowTiling, tile
+from rose_dist.kernels.variants import ACTIVATION_SHAPES, RowShape, RowTiling, tile
 
 ALPHA = 1.702
 """Slope of the gate's sigmoid, fixed by the model family (openai/gpt-oss, gpt_oss/torch/model.py)."""
@@ -136,7 +136,7 @@ def _launch(
     size = gate_up.element_size()
     pointers = [t.data_ptr() for t in (gate_up, out, bias) if t is not None]
     vector_bytes = vector.widest(device.arch, gate_up.stride(0) * size, columns * size, *pointers)
-    shape = ROW_SHAPES.select(count // device.sms)
+    shape = ACTIVATION_SHAPES.select(count // device.sms)
     launcher = _launcher(device.arch, gate, gate_up.dtype, columns, shape, vector_bytes, bias is not None, output)
     padded_rows = 0 if output is None else output.layout.padded_rows(count)
     launch.run(

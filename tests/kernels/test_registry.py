@@ -90,7 +90,7 @@ def test_counting_routers_use_one_launch_for_decode(binaries: list[Binary]) -> N
             launches = compiled.ptx.count(".visible .entry")
             assert launches == (2 if kernel.counts and not kernel.shape.cluster else 1), kernel.label
             if kernel.shape.cluster > 1:
-                assert "red.relaxed.cluster.shared::cluster.add.u32" in compiled.ptx
+                assert "mapa.shared::cluster.u32" in compiled.ptx
 
 
 def test_registry_lists_each_kernel_once(arch: Arch) -> None:
