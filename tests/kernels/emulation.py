@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from cuda.bindings.driver import CUstream
-from cutlass import cute
 
 from rose_dist.kernels import jit, launch
 from rose_dist.kernels.arch import Arch, DeviceInfo
