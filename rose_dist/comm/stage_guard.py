@@ -68,4 +68,6 @@ def watch(rank_process: int) -> None:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # Slurm sends them to every process; the guard ends with its rank
     watch(int(sys.argv[1]))

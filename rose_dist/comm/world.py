@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 from rose_dist.comm.group import Group
 from rose_dist.comm.layout import Layout, LayoutError, Place
 from rose_dist.comm.logs import configure_logging
+from rose_dist.comm.mpi_environment import mpi_environment
 from rose_dist.comm.stage_guard import StageGuard
 from rose_dist.errors import RoseError
 
@@ -209,6 +210,7 @@ def describe(rank: str, host: str, stage: str, message: str) -> str:
 
 
 def _start_mpi() -> MPI.Comm:
+    os.environ.update(mpi_environment(os.environ))  # srun starts ranks without it
     import mpi4py  # noqa: PLC0415  a world of one needs no MPI
 
     mpi4py.rc.finalize = False  # else a rank that fails would wait at exit for the others

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _PUBLISH_S = 0.5
+_SAME_SIGNAL_S = 2
+"""A stop signal comes several times at once: Slurm sends it to all processes of a job, and rank 0 hands it on."""
 _GRACE_S = 2
 """How long cancelled streams get to tell their clients."""
 
@@ -116,12 +118,15 @@ async def _publish(metrics: Metrics) -> None:
 
 
 def _on_signal(service: Service, stop: asyncio.Event) -> None:
-    if stop.is_set():
+    now = time.monotonic()
+    if service.draining_since is not None:
+        if now - service.draining_since < _SAME_SIGNAL_S:
+            return
         logger.warning("A second signal: running requests are given up")
         service.client.abort_all(UnavailableError("The server is shutting down"))
         return
     logger.info("Draining: %d requests are running", service.active)
-    service.draining = True
+    service.draining_since = now
     stop.set()
 
 

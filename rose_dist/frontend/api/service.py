@@ -41,9 +41,14 @@ class Service:
     shared: Path | None = None
     """As in `LaunchSpec`."""
     created: int = field(default_factory=lambda: int(time.time()))
-    draining: bool = False
+    draining_since: float | None = None
+    """When the drain began, as `time.monotonic` counts."""
     active: int = 0
     """HTTP requests being answered."""
+
+    @property
+    def draining(self) -> bool:
+        return self.draining_since is not None
 
     async def beside_the_loop(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """`function`'s result, from a thread where a request is so large that it would hold up all streams."""
