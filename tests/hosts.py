@@ -1,4 +1,4 @@
-"""Several hosts on one machine, out of Linux namespaces: each has its own name, network address, processes and /dev/shm.
+"""Several hosts on one machine, out of Linux namespaces: each has its own name, address, processes, /dev/shm.
 
 All hosts hang on one bridge, and so does this machine. They share its file system. A host ends when its first process
 does, and with it everything that runs there.
@@ -51,8 +51,8 @@ class Host:
             "nsenter", "--target", str(self.first_process), "--net", "--uts", "--mount", "--ipc", "--pid", "--", *here
         ]  # fmt: skip
 
-    def run(self, *command: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(self.enter(*command), text=True, **({"check": True, "capture_output": True} | options))
+    def run(self, *command: str, check: bool = True, **options: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(self.enter(*command), check=check, capture_output=True, text=True, **options)
 
     def processes(self) -> dict[int, str]:
         """What runs there besides the first process and its sleep: command lines by process id of this machine."""
@@ -136,16 +136,17 @@ class Hosts(Sequence[Host]):
         host = Host(name, address, keeper, first, link)
         _ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", str(first))
         _ip("link", "set", link, "master", self.bridge, "up")
-        for arguments in (["addr", "add", f"{address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"],
-                          ["link", "set", "lo", "up"], ["route", "add", "default", "via", f"10.77.{self.number}.254"]):  # fmt: skip
-            host.run("ip", *arguments)
+        host.run("ip", "addr", "add", f"{address}/24", "dev", "eth0")
+        for interface in ("eth0", "lo"):
+            host.run("ip", "link", "set", interface, "up")
+        host.run("ip", "route", "add", "default", "via", f"10.77.{self.number}.254")
         return host
 
     def _write_agent(self) -> Path:
         """What mpirun runs in ssh's place: `agent HOST COMMAND`."""
         agent = self._folder / "agent"
         cases = "\n".join(
-            f"  {host.name}|{host.address}) exec {shlex.join(host.enter('sh', '-c'))} \"$*\";;" for host in self
+            f'  {host.name}|{host.address}) exec {shlex.join(host.enter("sh", "-c"))} "$*";;' for host in self
         )
         agent.write_text(f'#!/bin/sh\nhost=$1\nshift\ncase $host in\n{cases}\nesac\necho "no host $host" >&2\nexit 1\n')
         agent.chmod(0o755)

@@ -65,9 +65,7 @@ def skip_without_slurm() -> None:
     skip_unless_root()
     for program in ("slurmctld", "slurmd", "munged", "srun"):
         if shutil.which(program) is None:
-            pytest.skip(
-                f"needs {program} (Debian: apt-get install slurmctld slurmd slurm-client munge libpmix2)"
-            )
+            pytest.skip(f"needs {program} (Debian: apt-get install slurmctld slurmd slurm-client munge libpmix2)")
     if not (_PMIX / "libpmix.so.2").exists():
         pytest.skip(f"needs {_PMIX}/libpmix.so.2 (Debian: apt-get install libpmix2)")
 
@@ -108,7 +106,12 @@ class SlurmCluster:
         self.hosts.stop()
 
     def _configure(self) -> None:
-        for name in ("state", "log", "dev", *(f"{kind}/{node.name}" for kind in ("spool", "tmp") for node in self.nodes)):
+        for name in (
+            "state",
+            "log",
+            "dev",
+            *(f"{kind}/{node.name}" for kind in ("spool", "tmp") for node in self.nodes),
+        ):
             (self.folder / name).mkdir(parents=True)
         (self.folder / "munge.key").write_bytes(os.urandom(1024))
         (self.folder / "munge.key").chmod(0o400)
@@ -169,10 +172,10 @@ class SlurmCluster:
         """`sbatch`; the job's number."""
         return int(self.run("sbatch", "--parsable", *arguments, **options).stdout.partition(";")[0])
 
-    def state(self, job: int) -> str:
+    def state(self, job: int | str) -> str:
         return self.run("squeue", "-h", "-t", "all", "-j", str(job), "-o", "%T").stdout.strip()
 
-    def wait_for_state(self, job: int, *states: str, seconds: float) -> str:
+    def wait_for_state(self, job: int | str, *states: str, seconds: float) -> str:
         deadline = time.monotonic() + seconds
         while (state := self.state(job)) not in states:
             assert time.monotonic() < deadline, f"job {job} is {state}, not {' or '.join(states)}\n{self.logs()}"

@@ -2,41 +2,26 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
 import openai
 import pytest
 
-from tests.ranks import REPOSITORY
 from tests.slurm.cluster import KILL_WAIT_SECONDS, SlurmCluster
+from tests.slurm.jobs import output, submit
 
 pytestmark = pytest.mark.slurm
 
-SCRIPTS = REPOSITORY / "slurm"
 READY_SECONDS = 150
-
-
-def job_environment(cluster: SlurmCluster, folder: Path, **more: str) -> dict[str, str]:
-    return cluster.environment | {
-        "ROSE_HOME": str(REPOSITORY),
-        "ROSE_PYTHON": sys.executable,
-        "ROSE_LOGS": str(folder),
-        "OMP_NUM_THREADS": "1",
-    } | more  # fmt: skip
-
-
-def output(folder: Path, job: int) -> str:
-    return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(folder.rglob("*")) if path.is_file())
 
 
 def wait_for_endpoint(cluster: SlurmCluster, job: int, folder: Path) -> str:
     endpoint = folder / f"rose-{job}" / "endpoint"
     deadline = time.monotonic() + READY_SECONDS
     while not endpoint.exists():
-        assert cluster.state(job) in ("PENDING", "RUNNING", "CONFIGURING"), output(folder, job)
-        assert time.monotonic() < deadline, output(folder, job)
+        assert cluster.state(job) in ("PENDING", "RUNNING", "CONFIGURING"), output(folder)
+        assert time.monotonic() < deadline, output(folder)
         time.sleep(0.2)
     return endpoint.read_text().strip()
 
@@ -51,10 +36,9 @@ def left_behind(cluster: SlurmCluster) -> list[str]:
 
 
 def test_eight_ranks_on_four_nodes_answer_and_drain(cluster: SlurmCluster, demo_model: Path, tmp_path: Path) -> None:
-    job = cluster.submit(
-        "-N4", "--ntasks-per-node=2", "--gpus-per-node=2", "-o", str(tmp_path / "job.out"),
-        str(SCRIPTS / "serve.sbatch"), str(demo_model), "--tp", "2", "--kv-tokens", "2048",
-        env=job_environment(cluster, tmp_path),
+    job = submit(
+        cluster, tmp_path, "serve.sbatch", "-N4", "--ntasks-per-node=2", "--gpus-per-node=2", "--",
+        str(demo_model), "--tp", "2", "--kv-tokens", "2048",
     )  # fmt: skip
     url = wait_for_endpoint(cluster, job, tmp_path)
     client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
@@ -90,14 +74,11 @@ def test_a_node_without_the_model_is_named(cluster: SlurmCluster, tmp_path: Path
     (folder / "model.safetensors").write_text("")
     missing = cluster.nodes[2]
     missing.run("mount", "-t", "tmpfs", "tmpfs", str(folder))
-    job = cluster.submit(
-        "-N4", "--ntasks-per-node=2", "-o", str(tmp_path / "job.out"), str(SCRIPTS / "serve.sbatch"), str(folder),
-        env=job_environment(cluster, tmp_path),
-    )  # fmt: skip
+    job = submit(cluster, tmp_path, "serve.sbatch", "-N4", "--ntasks-per-node=2", "--", str(folder))
     cluster.wait_for_state(job, "FAILED", seconds=30)
     missing.run("umount", str(folder))
     log = (tmp_path / "job.out").read_text()
-    assert [line for line in log.splitlines() if "FATAL" in line][0].endswith(
+    assert next(line for line in log.splitlines() if "FATAL" in line).endswith(
         f"FATAL: {missing.name} has no model in {folder} (no config.json there)"
     )
     assert "rank" not in log
