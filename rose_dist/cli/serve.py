@@ -41,6 +41,13 @@ class FrontendError(RoseError):
 @click.option("--chat-template", type=click.Path(exists=True, dir_okay=False), help="A jinja file.")
 @click.option("--api-key", "keys", multiple=True, envvar="ROSE_API_KEY", help="Accepted keys; none lets everybody in.")
 @click.option("--cors-origin", "origins", multiple=True, help="Origins that browsers may call from.")
+@click.option(
+    "--step-timeout",
+    type=click.FloatRange(min=1),
+    default=300.0,
+    show_default=True,
+    help="Seconds without progress after which a rank counts as stuck, and the job is ended.",
+)
 @click.option("--drain-timeout", default=30.0, show_default=True, help="Seconds that running requests get at the end.")
 def command(
     options: EngineOptions,
@@ -53,6 +60,7 @@ def command(
     chat_template: str | None,
     keys: tuple[str, ...],
     origins: tuple[str, ...],
+    step_timeout: float,
     drain_timeout: float,
 ) -> None:
     """Serve MODEL, a checkpoint folder, behind an OpenAI-compatible API.
@@ -68,11 +76,16 @@ def command(
         cors_origins=list(origins),
         drain_timeout_s=drain_timeout,
     )
-    _run_rank(options, frontend, host, port, endpoint_file)
+    _run_rank(options, frontend, host, port, endpoint_file, step_timeout)
 
 
 def _run_rank(
-    options: EngineOptions, frontend: FrontendConfig, host: str, port: int, endpoint_file: Path | None
+    options: EngineOptions,
+    frontend: FrontendConfig,
+    host: str,
+    port: int,
+    endpoint_file: Path | None,
+    step_timeout: float,
 ) -> None:
     import zmq  # noqa: PLC0415
 
@@ -83,7 +96,7 @@ def _run_rank(
 
     with joined(options) as (world, groups, config):
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        address = reachable_address(world)
+        address = reachable_address(world.hosts)
         with world.stage("connect the ranks", options.join_timeout):
             mailbox = Mailbox(context, address) if groups.tp.rank == 0 else None
             bell = Doorbell(context, address, groups.lockstep)
@@ -94,19 +107,22 @@ def _run_rank(
             if endpoint_file is not None:
                 reached = outward_address() if host == "0.0.0.0" else host
                 endpoint = EndpointFile(endpoint_file, f"http://{reached}:{child.port}")
+            world.warn_on_failure(child.pid)
         _drain_on_signals(child, endpoint)
         engine = load_engine(world, groups, config)
-        with world.stage("serve"):
-            serve(engine, bell, mailbox, child.check if child else _nothing)
+
+        def check() -> None:
+            world.progress()
+            if child is not None:
+                child.check()
+
+        with world.stage("serve", stall=step_timeout):
+            serve(engine, bell, mailbox, check)
         if child is not None:
             child.wait()
         if endpoint is not None:
             endpoint.remove()
         context.destroy(linger=0)
-
-
-def _nothing() -> None:
-    pass
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -133,6 +149,7 @@ class FrontendProcess:
         arguments = [sys.executable, "-m", "rose_dist.frontend", msgspec.json.encode(spec).decode()]
         # A session of its own: mpirun hands signals to each rank's whole process group, and this rank starts the drain.
         self._process = subprocess.Popen(arguments, pass_fds=[listener.fileno()], start_new_session=True)
+        self.pid = self._process.pid
         host, self.port = listener.getsockname()[:2]
         logger.info("listening on http://%s:%d; /health says when the model is loaded", host, self.port)
         listener.close()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 
-from rose_dist.comm.world import World
 from rose_dist.errors import RoseError
 
 
@@ -12,13 +12,13 @@ class AddressError(RoseError):
     """This host has no address that the others could reach."""
 
 
-def reachable_address(world: World) -> str:
-    """An IPv4 address of this host for the other ranks: the loopback one if all are on this host.
+def reachable_address(hosts: Sequence[str]) -> str:
+    """An IPv4 address of this host for the others of `hosts`: the loopback one if there is none.
 
     Raises:
         AddressError: there is none.
     """
-    others = [host for host in world.hosts if host != world.host]
+    others = [host for host in hosts if host != socket.gethostname()]
     return outward_address(others[0]) if others else "127.0.0.1"
 
 

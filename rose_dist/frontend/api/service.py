@@ -43,6 +43,8 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     draining_since: float | None = None
     """When the drain began, as `time.monotonic` counts."""
+    failed: bool = False
+    """The engine has ended, or is about to."""
     active: int = 0
     """HTTP requests being answered."""
 
@@ -59,8 +61,10 @@ class Service:
     def admit(self) -> None:
         """
         Raises:
-            UnavailableError: the server drains, or a leader has not loaded its model.
+            UnavailableError: the engine has failed, the server drains, or a leader has not loaded its model.
         """
+        if self.failed:
+            raise UnavailableError("The engine has failed")
         if self.draining:
             raise UnavailableError("The server is shutting down")
         if not self.client.ready:
