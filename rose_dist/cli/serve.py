@@ -18,7 +18,7 @@ import msgspec
 from rose_dist.cli.endpoint_file import EndpointFile
 from rose_dist.cli.engine_options import EngineOptions, engine_options, joined, load_engine
 from rose_dist.errors import RoseError
-from rose_dist.frontend.config import FrontendConfig, LaunchSpec, hash_api_key
+from rose_dist.frontend.config import ENGINE_FAILED, FrontendConfig, LaunchSpec, hash_api_key
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +163,8 @@ class FrontendProcess:
     def check(self) -> None:
         """Raises `FrontendError` if the process has ended on its own."""
         code = self._process.poll()
+        if code == ENGINE_FAILED:
+            return  # the guard, which told it, has told why and is about to end this rank
         if code is not None and not (self._draining and code == 0):
             raise FrontendError(f"the frontend process ended by itself with exit code {code}; see its log above")
 

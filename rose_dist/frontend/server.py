@@ -20,7 +20,7 @@ import uvloop
 
 from rose_dist.frontend.api.app import build_app
 from rose_dist.frontend.api.service import Service
-from rose_dist.frontend.config import FrontendConfig
+from rose_dist.frontend.config import ENGINE_FAILED, FrontendConfig
 from rose_dist.frontend.engine_client import EngineClient
 from rose_dist.frontend.errors import EngineError, UnavailableError
 from rose_dist.frontend.formats.choose import choose_format, load_codec
@@ -111,7 +111,7 @@ async def _serve(service: Service, listen_socket: socket.socket) -> None:
     service.metrics.publish()
     await serving
     if service.failed:
-        sys.exit("The engine has failed")
+        sys.exit(ENGINE_FAILED)
 
 
 async def _publish(metrics: Metrics) -> None:
