@@ -68,15 +68,28 @@ check_model() {
 }
 
 # Runs `python ARGUMENTS` as the job's ranks and returns its exit code. Slurm signals the ranks itself; this shell only has
-# to wait for them.
+# to wait for them. srun would wait, after the ranks of this node, for nodes that are gone: not for long here.
 run_ranks() {
+  local code=0 ended=$logs/rank-0-ended srun
+  rm -f "$ended"
   trap 'echo "stopping: the ranks finish what runs"' TERM INT USR1
-  "${step[@]}" --mpi=pmix "${inside[@]}" "$ROSE_PYTHON" "$@" <&0 & # without <&0 it would read /dev/null
-  local code=0
-  wait $! || code=$?
-  while kill -0 $! 2>/dev/null; do # a trapped signal ends `wait` before its time
+  ROSE_ENDED=$ended "${step[@]}" --mpi=pmix --task-epilog="$ROSE_HOME/slurm/task_ended.sh" \
+    "${inside[@]}" "$ROSE_PYTHON" "$@" <&0 & # without <&0 it would read /dev/null
+  srun=$!
+  (
+    trap '' TERM INT USR1
+    until [ -e "$ended" ]; do sleep 1; done
+    sleep 10
+    echo "rank 0 has ended, but srun waits for nodes that do not answer: giving them up" >&2
+    kill -KILL $srun
+  ) &
+  local patience=$!
+  wait $srun || code=$?
+  while kill -0 $srun 2>/dev/null; do # a trapped signal ends `wait` before its time
     code=0
-    wait $! || code=$?
+    wait $srun || code=$?
   done
+  kill -KILL $patience 2>/dev/null || true
+  rm -f "$ended"
   return $code
 }

@@ -88,6 +88,7 @@ async def _serve(service: Service, listen_socket: socket.socket) -> None:
             lifespan="off",
             log_config=None,
             access_log=False,
+            proxy_headers=False,
             server_header=False,
             timeout_graceful_shutdown=_GRACE_S,
         )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+import tokenizers
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rose_dist.engine.grammar import GrammarCompiler
@@ -128,6 +131,62 @@ def test_any_output_is_read_without_loss(tokenizer: Tokenizer, pieces: list[str]
     everything = content + "".join(arguments for _, arguments in calls)
     assert everything.count("🙂") == pieces.count("🙂")
     assert set(sections) <= {"reasoning", "content", "tool_call", "control"}
+
+
+BEGIN, END, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+ALL = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+V3 = f'{BEGIN}function{SEP}get_weather\n```json\n{{"city": "Paris"}}\n```{END}'
+V31 = f'{BEGIN}get_weather{SEP}{{"city": "Paris"}}{END}'
+GOT = ("get_weather", '{"city": "Paris"}')
+DEEPSEEK_CASES: dict[str, tuple[str, list[tuple[str, str]]]] = {
+    f"I look.{ALL[0]}{V3}{ALL[1]}": ("I look.", [GOT]),
+    f"{ALL[0]}{V3}\n{V3}{ALL[1]}": ("", [GOT, GOT]),
+    f"{ALL[0]}{V31}{V31}{ALL[1]}": ("", [GOT, GOT]),
+    f"{ALL[0]}{V3[:-30]}": ("", [("get_weather", '{"city":')]),
+    f"{BEGIN}function{SEP}rm\n```json\n{{}}\n```{END}": (f"{BEGIN}function{SEP}rm\n```json\n{{}}\n```{END}", []),
+    f"{BEGIN}get_weather{END}": (f"{BEGIN}get_weather{END}", []),
+}
+
+
+@pytest.fixture(scope="module", params=["```json", ""])
+def deepseek(request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer with DeepSeek's tags; its template tells V3 and V3.1 apart."""
+    library = tokenizers.Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    library.add_tokens([tokenizers.AddedToken(tag, normalized=False) for tag in (BEGIN, END, SEP, *ALL)])
+    directory = tmp_path_factory.mktemp("deepseek")
+    library.save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(f"{request.param}{{{{ messages[0].content }}}}")
+    (directory / "generation_config.json").write_bytes((checkpoint / "generation_config.json").read_bytes())
+    return Tokenizer(directory)
+
+
+@pytest.mark.parametrize("text", DEEPSEEK_CASES)
+def test_deepseek_case(deepseek: Tokenizer, text: str) -> None:
+    assert read(deepseek, deepseek.encode_template(text + "<|im_end|>"))[:2] == DEEPSEEK_CASES[text]
+
+
+@given(data=st.data(), text=st.sampled_from(list(DEEPSEEK_CASES)))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_deepseek_pieces_do_not_matter(deepseek: Tokenizer, data: st.DataObject, text: str) -> None:
+    parts = re.split("(<[^>]*>)", text)
+    ids = []
+    for part in parts:
+        cuts = [] if part.startswith("<") else sorted(data.draw(st.sets(st.integers(0, len(part)))))
+        for a, b in zip([0, *cuts], [*cuts, len(part)], strict=True):
+            ids += deepseek.encode_template(part[a:b])
+    assert read(deepseek, ids)[:2] == DEEPSEEK_CASES[text]
+
+
+def test_deepseek_required_call(deepseek: Tokenizer) -> None:
+    required = Conversation(messages=ASK.messages, tools=ASK.tools, required_tools=["get_weather"])
+    chat_format = JinjaFormat(deepseek, deepseek.chat_template or "")
+    grammar = chat_format.grammar(required)
+    assert grammar is not None
+    call = V3 if "```json" in (deepseek.chat_template or "") else V31
+    other = V31 if call is V3 else V3
+    assert accepts(deepseek, grammar, f"{ALL[0]}{call}{ALL[1]}<|im_end|>")
+    assert not accepts(deepseek, grammar, f"{ALL[0]}{other}{ALL[1]}<|im_end|>")
+    assert read(deepseek, deepseek.encode_template(f"{ALL[0]}{call}{ALL[1]}"))[:2] == ("", [GOT])
 
 
 def test_arguments_are_streamed(tokenizer: Tokenizer) -> None:
