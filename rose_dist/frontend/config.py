@@ -8,6 +8,9 @@ from pathlib import Path
 
 import msgspec
 
+ENGINE_FAILED = 70
+"""Exit code of a frontend that ended because the engine has failed; sysexits.h calls it EX_SOFTWARE."""
+
 
 def hash_api_key(key: str) -> str:
     """The form in which a key travels and is kept: command lines and configuration files never hold the key itself."""

@@ -41,9 +41,16 @@ class Service:
     shared: Path | None = None
     """As in `LaunchSpec`."""
     created: int = field(default_factory=lambda: int(time.time()))
-    draining: bool = False
+    draining_since: float | None = None
+    """When the drain began, as `time.monotonic` counts."""
+    failed: bool = False
+    """The engine has ended, or is about to."""
     active: int = 0
     """HTTP requests being answered."""
+
+    @property
+    def draining(self) -> bool:
+        return self.draining_since is not None
 
     async def beside_the_loop(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """`function`'s result, from a thread where a request is so large that it would hold up all streams."""
@@ -54,9 +61,11 @@ class Service:
     def admit(self) -> None:
         """
         Raises:
-            UnavailableError: the server drains, or a leader has not loaded its model.
+            UnavailableError: the engine has failed, the server drains, or a leader has not loaded its model.
             OverloadedError: as many requests as are allowed are being answered.
         """
+        if self.failed:
+            raise UnavailableError("The engine has failed")
         if self.draining:
             raise UnavailableError("The server is shutting down")
         if not self.client.ready:

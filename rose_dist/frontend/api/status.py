@@ -31,9 +31,14 @@ class Status:
         return JsonResponse(self._model(name))
 
     async def health(self, request: Request) -> Response:
-        """200 once every leader has loaded the model, 503 before and while draining."""
+        """200 once every leader has loaded the model, 503 before, while draining and when the engine has failed."""
         service = self._service
-        state = "draining" if service.draining else "ok" if service.client.ready else "loading"
+        if service.failed:
+            state = "failed"
+        elif service.draining:
+            state = "draining"
+        else:
+            state = "ok" if service.client.ready else "loading"
         return JsonResponse({"status": state}, status_code=200 if state == "ok" else 503)
 
     async def metrics(self, request: Request) -> Response:
