@@ -20,9 +20,7 @@ def _asm(text: str, constraints: str, result: Any, *operands: Any, volatile: boo
     values = [operand.ir_value(**at) for operand in operands]
     if volatile:
         constraints += ",~{memory}"
-    return llvm.inline_asm(
-        result, values, text, constraints.strip(","), has_side_effects=volatile, asm_dialect=0, **at
-    )
+    return llvm.inline_asm(result, values, text, constraints.strip(","), has_side_effects=volatile, asm_dialect=0, **at)
 
 
 def _check(scope: str) -> str:
@@ -191,9 +189,7 @@ def multimem_add_release(address: Any, value: Any, *, loc: Any = None, ip: Any =
 @dsl_user_op
 def load_cluster_shared(address: Any, block: Any, *, loc: Any = None, ip: Any = None) -> Any:
     """u32 at the place in cluster block `block` that has shared address `address` (u32) in this one."""
-    text = (
-        "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, $1, $2; ld.shared::cluster.u32 $0, [remote]; }"
-    )
+    text = "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, $1, $2; ld.shared::cluster.u32 $0, [remote]; }"
     return Uint32(_asm(text, "=r,r,r", T.i32(), Uint32(address), Uint32(block), loc=loc, ip=ip))
 
 

@@ -1,4 +1,5 @@
-"""Runs the public functions of `rose_dist.kernels` on the PTX interpreter: the compiled kernel, with real addresses, no GPU.
+"""Runs the public functions of `rose_dist.kernels` on the PTX interpreter: compiled kernels and real
+addresses, no GPU.
 
 Tensors of an `Emulator` say that they are CUDA tensors. What the functions allocate is emulated memory too, filled with
 0xA5 and fenced by guard bytes, so unwritten results and stray accesses show.
@@ -13,14 +14,15 @@ import pytest
 import torch
 from cuda.bindings.driver import CUstream
 
-from rose_dist.kernels import embedding, jit, launch, qk_norm, quantize, rms_norm, routing, swiglu
+from rose_dist.kernels import jit, launch
 from rose_dist.kernels.arch import Arch, DeviceInfo
+from rose_dist.kernels.cute import embedding, qk_norm, quantize, rms_norm, routing, swiglu
 from tests.ptx.cutedsl import Compiled, compile_kernel
 from tests.ptx.machine import Machine
 
 _CACHES = (
-    rms_norm._launcher, quantize._quantizer, quantize._dequantizer, qk_norm._launcher, swiglu._launcher,
-    routing._launcher, embedding._launcher,
+    rms_norm.launcher, quantize.quantizer, quantize.dequantizer, qk_norm.launcher, swiglu.launcher,
+    routing.launcher, embedding.launcher,
 )  # fmt: skip
 
 _EMPTY = torch.empty

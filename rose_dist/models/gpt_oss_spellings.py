@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from rose_dist.models.gpt_oss_config import ConfigError
+from rose_dist.errors import RoseError
 
 Layout = Literal["hf", "openai"]
 Weights = Literal["mxfp4", "bf16"]
 """How the experts' matrices are stored."""
 Config = Mapping[str, Any]
+
+
+class ConfigError(RoseError):
+    """A config.json that this model family can't be built from."""
+
 
 _PLAIN = {
     "num_hidden_layers": "num_hidden_layers",
