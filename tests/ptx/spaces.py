@@ -8,7 +8,7 @@ import numpy as np
 
 from tests.ptx.allocation import LOCAL_WINDOW, PARAM_WINDOW, SHARED_STRIDE, SHARED_WINDOW, Allocation, check_alignment
 from tests.ptx.errors import OutOfBounds, PtxError, UnknownInstruction
-from tests.ptx.gang import Gang
+from tests.ptx.gang import Cta, Gang
 from tests.ptx.memory_model import Access
 from tests.ptx.number_formats import Array
 
@@ -155,12 +155,19 @@ def _shared(g: Gang, addresses: Array, size: int) -> Iterator[tuple[Allocation, 
     owner = (stripped >> np.uint64(24)).astype(np.int64)
     for number in np.unique(owner[window]):
         part = np.flatnonzero(window & (owner == number))
-        memory = g.machine.ctas[int(number)].shared
+        memory = _living(g.machine.ctas[int(number)]).shared
         yield memory, part, _bounded(memory, stripped[part] & np.uint64(SHARED_STRIDE - 1), size)
     for number in np.unique(owner[~window]):
         part = np.flatnonzero(~window & (owner == number))
-        memory = g.cta.shared if number == 0 else g.cta.peer(int(number) - 1).shared
+        memory = g.cta.shared if number == 0 else _living(g.cta.peer(int(number) - 1)).shared
         yield memory, part, _bounded(memory, stripped[part] & np.uint64(SHARED_STRIDE - 1), size)
+
+
+def _living(cta: Cta) -> Cta:
+    """A CTA's shared memory lasts as long as any of its threads."""
+    if cta.live == 0:
+        raise OutOfBounds(f"{cta.shared.name} is used after that CTA has left the kernel")
+    return cta
 
 
 def _bounded(memory: Allocation, addresses: Array, size: int) -> Array:

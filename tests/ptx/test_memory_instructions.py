@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ptx.errors import DataRace
+from tests.ptx.errors import DataRace, OutOfBounds
 from tests.ptx.machine import Machine
 from tests.ptx.program import Program
 from tests.ptx.source import kernel, launch
@@ -194,6 +194,17 @@ def test_shared_memory_of_the_cluster() -> None:
     out = machine.zeros(8 * 32, torch.int32)
     machine.run([launch(program, out, grid=8, cluster=(4, 1, 1))], seed=2)
     assert set(out.tolist()) == {32 * (1 + 2 + 3 + 4)}
+
+
+def test_shared_memory_does_not_outlive_its_cta() -> None:
+    """CTA 0 leaves at once; its peer still counts there."""
+    program = kernel(
+        "mov.u32 %r3, word; mapa.shared::cluster.u32 %r4, %r3, 0; mov.u32 %r2, %cluster_ctarank; setp.eq.u32 %p1, %r2, 0; @%p1 bra END;"
+        "red.relaxed.cluster.shared::cluster.add.u32 [%r4], 1; END:",
+        declarations=".shared .align 4 .b8 word[4];",
+    )
+    with pytest.raises(OutOfBounds, match="after that CTA has left"):
+        all(Machine().run([launch(program, grid=2, cluster=(2, 1, 1))], seed=seed) for seed in range(20))
 
 
 def dependent(wait: str) -> tuple[Program, Program]:
