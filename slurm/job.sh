@@ -79,7 +79,7 @@ run_ranks() {
   (
     trap '' TERM INT USR1
     until [ -e "$ended" ]; do sleep 1; done
-    sleep 10
+    sleep 7
     echo "rank 0 has ended, but srun waits for nodes that do not answer: giving them up" >&2
     kill -KILL $srun
   ) &
