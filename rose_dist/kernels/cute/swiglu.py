@@ -78,7 +78,9 @@ class GatedActivation(jit.Kernel):
         places = [vector.place(tiling, lane, i) for i in range(tiling.vectors)]
         # With few rows the wait for what says that a row is live costs more than reading a dead one.
         eager = tiling.vectors == 1
-        inputs = [self.load_pair(source, place, columns) for place in places] if eager else []
+        inputs, biases = [], []
+        if const_expr(eager):
+            inputs = self.load_pairs(source, places, columns)
         live = vector.live_rows(live_rows, rows)
         expert = Int32(0)
         if experts != 0:
@@ -87,14 +89,12 @@ class GatedActivation(jit.Kernel):
         ptx.exit_if(expert < 0)
         tensor_scale = block_scale.read_global_scale(self.output, global_scale)
         if const_expr(not eager):
-            inputs = [self.load_pair(source, place, columns) for place in places]
-        biases = []
+            inputs = self.load_pairs(source, places, columns)
         if const_expr(self.bias):
-            bias_source = bias + Int64(expert) * (2 * columns * width)
-            biases = [self.load_pair(bias_source, place, columns) for place in places]
+            biases = self.load_pairs(bias + Int64(expert) * (2 * columns * width), places, columns)
         for i in range_constexpr(tiling.vectors):
             valid = Boolean(vector.in_row(tiling, lane, i))
-            results = self.results(inputs[i], biases[i] if biases else None, alpha, limit)
+            results = self.results(inputs[i], biases[i : i + 1], alpha, limit)
             if const_expr(self.output is not None):
                 block_scale.store(
                     self.output, self.arch, results, out, scales, row, places[i], padded_rows, valid, tensor_scale
@@ -105,19 +105,21 @@ class GatedActivation(jit.Kernel):
                     self.vector_bytes,
                 )  # fmt: skip
 
-    def load_pair(self, row: Any, index: Any, columns: Any) -> Any:
-        """The two vectors that a vector of results comes from."""
-        first = index * (2 * self.vector_bytes) if self.gate is Gate.CLAMPED_SWIGLU else index * self.vector_bytes
-        apart = self.vector_bytes if self.gate is Gate.CLAMPED_SWIGLU else columns * self.dtype.itemsize
+    def load_pairs(self, row: Any, places: Any, columns: Any) -> Any:
+        """For each place the two vectors that a vector of results comes from."""
+        interleaved = self.gate is Gate.CLAMPED_SWIGLU
+        step = self.vector_bytes * (2 if interleaved else 1)
+        apart = self.vector_bytes if interleaved else columns * self.dtype.itemsize
+        dtype, count, width = TYPES[self.dtype], self.count, self.vector_bytes
         return [
-            vector.load(row + first + i * apart, TYPES[self.dtype], self.count, self.vector_bytes) for i in range(2)
+            [vector.load(row + place * step + i * apart, dtype, count, width) for i in range(2)] for place in places
         ]
 
     def results(self, inputs: Any, biases: Any, alpha: Any, limit: Any) -> Any:
-        """One fp32 a pair of inputs."""
+        """One fp32 a pair of inputs; `biases` holds a pair of vectors or nothing."""
         wide = [part.to(Float32) for part in inputs]
-        if biases is not None:
-            wide = [part + b.to(Float32) for part, b in zip(wide, biases, strict=True)]
+        for bias in biases:
+            wide = [part + b.to(Float32) for part, b in zip(wide, bias, strict=True)]
         flat = [part[i] for part in wide for i in range(self.count)]
         if self.gate is Gate.SILU:
             return [_silu(a, Float32(1.0)) * b for a, b in zip(flat[: self.count], flat[self.count :], strict=True)]
