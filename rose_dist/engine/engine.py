@@ -18,7 +18,7 @@ from rose_dist.engine.step import Step
 from rose_dist.models.checkpoint import Progress
 from rose_dist.models.gpt_oss import GptOssForCausalLM
 from rose_dist.models.loader import load_model
-from rose_dist.vocabulary import VocabularyError, load_token_bytes
+from rose_dist.vocabulary import VocabularyError, checkpoint_token_bytes
 
 
 class Outcome(enum.Enum):
@@ -81,9 +81,10 @@ class Engine:
     def _grammars(self) -> GrammarCompiler:
         """Made for the first request that has a grammar; takes about half a second."""
         if self.grammars is None:
-            token_bytes = load_token_bytes(self.config.model / "tokenizer.json")
+            vocab_size = self.runner.model.config.vocab_size
+            token_bytes = checkpoint_token_bytes(self.config.model, vocab_size)
             # One id more than there are, for the end of text that no output contains.
-            size = max(self.runner.model.config.vocab_size, len(token_bytes)) + 1
+            size = max(vocab_size, len(token_bytes)) + 1
             self.grammars = GrammarCompiler(token_bytes, size)
         return self.grammars
 
