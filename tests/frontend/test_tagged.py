@@ -121,7 +121,6 @@ def test_case(tokenizer: Tokenizer, text: str) -> None:
 
 
 @given(data=st.data(), text=st.sampled_from(list(CASES)))
-@settings(deadline=None)
 def test_pieces_do_not_matter(tokenizer: Tokenizer, data: st.DataObject, text: str) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -136,7 +135,6 @@ def test_pieces_do_not_matter(tokenizer: Tokenizer, data: st.DataObject, text: s
         )
     )
 )
-@settings(deadline=None)
 def test_any_output_is_read_without_loss(tokenizer: Tokenizer, pieces: list[str]) -> None:
     content, calls, sections = read(tokenizer, tokenizer.encode_template("".join(pieces)))
     everything = content + "".join(arguments for _, arguments in calls)

@@ -114,7 +114,7 @@ def test_control_ids(vocabulary, library):
         assert token_id < SIZE
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text())
 def test_encode_and_decode(vocabulary, library, text):
     ids = vocabulary.encode(text)
