@@ -13,10 +13,12 @@ import click
 from rose_dist.errors import RoseError
 
 COMMANDS = {
+    "bench": "Measure prefill and decode.",
     "chat": "Talk with a model in the terminal.",
     "convert": "Make or translate a checkpoint.",
     "doctor": "Say what this machine has and what that allows.",
     "generate": "Continue prompts, without a server.",
+    "harmony": "Render and parse the chat format of gpt-oss.",
     "kernels": "Compile every GPU kernel, with or without a GPU.",
     "launch": "Start a rose command on several MPI ranks.",
     "serve": "Serve a model behind an OpenAI-compatible API.",

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rose_dist.engine.mask_worker import Masks
 from rose_dist.engine.protocol import SamplingParams, TokenLogprobs
 from rose_dist.engine.request import Request
 
@@ -22,15 +23,18 @@ class Sampled:
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, requests: list[Request]) -> list[Sampled]:
+def sample(logits: Tensor, requests: list[Request], masks: Masks | None) -> list[Sampled]:
     """Draw the next token of each request.
 
     Args:
         logits: fp32 [requests, vocabulary]; may be overwritten.
+        masks: of the requests that have a grammar; None if none has.
     """
     logprobs = _logprobs(logits, requests)
     for row, request in zip(logits, requests, strict=True):
         _adjust(row, request)
+    if masks is not None:
+        masks.apply(logits)
     tokens = logits.argmax(-1).tolist()
     drawn = [i for i, request in enumerate(requests) if request.generate.sampling.temperature > 0]
     for i in drawn:

@@ -62,8 +62,18 @@ CASES = [
     Case("chat", {"stop": ["x"] * 17}, 400, "stop", "at most 16"),
     Case("chat", {"top_logprobs": 2}, 400, "top_logprobs", "logprobs"),
     Case("chat", {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "<= 20"),
-    Case("chat", {"tool_choice": "required"}, 400, "tool_choice", "auto"),
-    Case("chat", {"response_format": {"type": "json_object"}}, 400, "response_format", "text"),
+    Case("chat", {"tool_choice": "required"}, 400, "tool_choice", "auto.*on offer: none"),
+    Case("chat", {"tool_choice": {"type": "function", "function": {"name": "f"}}}, 400, "tool_choice", "allowed"),
+    Case("chat", {"tool_choice": 5}, 400, "tool_choice", "got `int`"),
+    Case("chat", {"response_format": {"type": "xml"}}, 400, "response_format", "json_object"),
+    Case("chat", {"response_format": {"type": "json_schema"}}, 400, "response_format", "json_schema"),
+    Case(
+        "chat",
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}},
+        400,
+        "response_format",
+        "can't be enforced",
+    ),
     Case(
         "chat", {"tools": [{"type": "function", "function": {"name": "a b"}}]}, 400, "tools[0].function.name", "1 to 64"
     ),
@@ -155,3 +165,32 @@ def test_a_client_that_sends_10_megabytes_gets_to_read_the_refusal(frontend: Fro
     body = json.dumps({**CHAT, "messages": [{"role": "user", "content": "x" * 10_000_000}]}).encode()
     status, answer, _ = frontend.post("/v1/chat/completions", body)
     assert (status, answer["error"]["code"]) == (413, "body_too_large")
+
+
+NEST = '{"a":' * 2000 + "1" + "}" * 2000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": "NEST"}}]},
+        {"chat_template_kwargs": "NEST"},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": "NEST"}}},
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"id": "x", "function": {"name": "f", "arguments": NEST}}]}
+            ]
+        },
+    ],
+)
+def test_deep_nesting_is_a_bad_request(frontend: Frontend, fields: dict[str, Any]) -> None:
+    body = json.dumps({**CHAT, **fields}).replace('"NEST"', NEST)
+    status, answer, _ = frontend.post("/v1/chat/completions", body.encode())
+    assert status == 400
+    assert "nested too deeply" in answer["error"]["message"]
+
+
+def test_half_characters_from_escapes_do_no_harm(frontend: Frontend) -> None:
+    call = {"id": "x", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
+    body = {**CHAT, "messages": [{"role": "assistant", "tool_calls": [call]}, *CHAT["messages"]]}
+    assert frontend.post("/v1/chat/completions", body)[0] == 200

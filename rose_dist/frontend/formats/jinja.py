@@ -19,15 +19,18 @@ import jinja2.sandbox
 import msgspec
 
 from rose_dist.frontend.formats.base import ChatParser, Conversation, FormatError, Message, Tool, ToolCall
-from rose_dist.frontend.formats.tagged import TaggedParser, TagIds
-from rose_dist.frontend.tokenizer import Tokenizer
+from rose_dist.frontend.formats.call_form import CallForm, form_of
+from rose_dist.frontend.formats.tagged import ReasoningTags, TaggedParser
+from rose_dist.frontend.formats.tagged_grammar import tagged_grammar
+from rose_dist.frontend.grammar import token
+from rose_dist.frontend.tokenizer import Detokenizer, Tokenizer
 
 _SENTINELS = range(0xE000, 0xF900)
 """Unicode's private use area; one that the conversation doesn't contain is taken."""
 
 
 class JinjaFormat:
-    """A `ChatFormat` over a template; reasoning in `<think>` where the vocabulary has it, calls in `<tool_call>`."""
+    """A `ChatFormat` over a template; reasoning in `<think>` where the vocabulary has it, calls in the model's form."""
 
     name = "jinja"
 
@@ -44,12 +47,10 @@ class JinjaFormat:
         except jinja2.TemplateError as error:
             raise FormatError(f"The chat template can't be compiled: {error}") from error
         self._variables = {f"{name}_token": tokenizer.special_token(f"{name}_token") for name in ("bos", "eos", "pad")}
+        self._tags = ReasoningTags(tokenizer.added.get("<think>"), tokenizer.added.get("</think>"))
+        self._form = form_of(tokenizer, template)
+        self._table = _table(tokenizer, self._form)
         self._opens_reasoning = lru_cache(64)(self._probe_reasoning)
-
-    @cached_property
-    def tags(self) -> TagIds:
-        added = self._tokenizer.added
-        return TagIds(*(added.get(tag) for tag in ("<think>", "</think>", "<tool_call>", "</tool_call>")))
 
     def render(self, conversation: Conversation) -> list[int]:
         raw = msgspec.json.encode(conversation).decode()
@@ -66,31 +67,55 @@ class JinjaFormat:
         return ids + self._tokenizer.encode(text[end:].replace(sentinel, ""))
 
     def parser(self, conversation: Conversation) -> ChatParser:
-        arguments = dict(conversation.template_arguments)
-        if conversation.reasoning_effort is not None:
-            arguments["reasoning_effort"] = conversation.reasoning_effort
         return TaggedParser(
-            self._tokenizer,
-            self.tags,
+            Detokenizer(self._table),
+            self._tags,
+            self._form,
             stop_ids=self.stop_ids,
-            in_reasoning=self._opens_reasoning(msgspec.json.encode(arguments, order="deterministic")),
+            in_reasoning=self._reasoning_is_open(conversation),
             tools=frozenset(tool.name for tool in conversation.tools),
         )
 
-    def _probe_reasoning(self, arguments: bytes) -> bool:
+    def grammar(self, conversation: Conversation) -> str | None:
+        return tagged_grammar(
+            conversation,
+            self._tags,
+            form=self._form,
+            terminals=self._terminals,
+            stop_ids=self.stop_ids,
+            in_reasoning=self._reasoning_is_open(conversation),
+        )
+
+    def _terminals(self, text: str) -> str:
+        """`text` as a grammar writes it: its control tokens as tokens, the rest as strings."""
+        terminals, end = [], 0
+        for match in self._tokenizer.control_pattern.finditer(text):
+            terminals += [json.dumps(text[end : match.start()])] if match.start() > end else []
+            terminals.append(token(self._tokenizer.control[match[0]]))
+            end = match.end()
+        return " ".join([*terminals, *([json.dumps(text[end:])] if end < len(text) else [])])
+
+    def _reasoning_is_open(self, conversation: Conversation) -> bool:
         """Whether the generation prompt already opens the reasoning, as templates of reasoning models do."""
-        if self.tags.think is None:
+        if self._tags.opening is None:
             return False
+        arguments = dict(conversation.template_arguments)
+        if conversation.reasoning_effort is not None:
+            arguments["reasoning_effort"] = conversation.reasoning_effort
+        return self._opens_reasoning(msgspec.json.encode(arguments, order="deterministic"))
+
+    def _probe_reasoning(self, arguments: bytes) -> bool:
         probe = Conversation(
             messages=[Message(role="user", content="x")], template_arguments=msgspec.json.decode(arguments)
         )
         ids = self.render(probe)
-        return self.tags.think in ids and self.tags.end_think not in ids[ids.index(self.tags.think) :]
+        return self._tags.opening in ids and self._tags.closing not in ids[ids.index(self._tags.opening) :]
 
     def _text(self, context: dict[str, Any]) -> str:
         try:
-            return self._template.render(**{**self._variables, **context})
-        except FormatError:
+            text = self._template.render(**{**self._variables, **context})
+            return text.encode("utf-8", "replace").decode()  # escapes in JSON can make half characters
+        except (FormatError, RecursionError):
             raise
         except Exception as error:  # a template is a program: whatever it raises is about this conversation
             raise FormatError(f"The chat template can't render this conversation: {error}") from error
@@ -106,6 +131,15 @@ class JinjaFormat:
         if any(text.endswith(token[:n]) for token in self._tokenizer.control for n in range(1, len(token))):
             text += sentinel
         return text
+
+
+def _table(tokenizer: Tokenizer, form: CallForm) -> list[bytes]:
+    """Bytes of each id as a parser sees them: the tags of calls have text even where they are special tokens."""
+    table = tokenizer.visible_with((form.opening, form.closing, "<｜tool▁sep｜>"))
+    for tag in form.hidden:
+        if tag in tokenizer.added:
+            table[tokenizer.added[tag]] = b""
+    return table
 
 
 Mark = Callable[[str], str]

@@ -10,11 +10,11 @@ import torch
 
 from rose_dist.kernels.mxfp4 import BLOCK, SCALE_NAN, dequantize_mxfp4, quantize_mxfp4
 from rose_dist.models.checkpoint import CheckpointError, read_config
-from rose_dist.models.convert.config import Layout, Weights, layout_of, stored_config
 from rose_dist.models.convert.tensors import Stream, is_expert_matrix, read_checkpoint, weights_of
 from rose_dist.models.convert.writer import DEFAULT_SHARD_BYTES, CheckpointWriter
 from rose_dist.models.gpt_oss_config import GptOssConfig
 from rose_dist.models.gpt_oss_layouts import openai_name
+from rose_dist.models.gpt_oss_spellings import Layout, Weights, layout_of, stored_config
 
 
 def convert_checkpoint(
@@ -68,8 +68,7 @@ def experts_as(weights: Weights, stream: Stream) -> Stream:
 def _quantize(name: str, matrix: torch.Tensor) -> Stream:
     if matrix.shape[-1] % BLOCK:
         raise CheckpointError(f"{name}: MXFP4 needs {BLOCK} to divide the {matrix.shape[-1]} inputs; keep bf16")
-    per_expert = [quantize_mxfp4(expert.contiguous(), search=True) for expert in matrix]  # bounds the temporaries
-    blocks, scales = (torch.stack(parts) for parts in zip(*per_expert, strict=True))
+    blocks, scales = quantize_mxfp4(matrix, search=True)
     if (scales == SCALE_NAN).any():
         raise CheckpointError(f"{name} holds NaN or infinity, which MXFP4 has not")
     yield f"{name}_blocks", blocks

