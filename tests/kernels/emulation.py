@@ -7,7 +7,6 @@ Tensors of an `Emulator` say that they are CUDA tensors. What the functions allo
 
 from __future__ import annotations
 
-import tempfile
 from functools import cache
 from typing import Any
 
