@@ -14,7 +14,12 @@ TOOLS = [
     Tool(
         name="find_station",
         description="The stations of a city.",
-        parameters={"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}},
+        parameters={
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 12}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
     ),
     Tool(
         name="departures",
@@ -22,6 +27,7 @@ TOOLS = [
             "type": "object",
             "properties": {"station": {"type": "integer", "minimum": 1, "maximum": 9999}},
             "required": ["station"],
+            "additionalProperties": False,
         },
     ),
     Tool(

@@ -219,7 +219,7 @@ def test_choices_and_their_log_probabilities(server: Server) -> None:
     assert all(token.top_logprobs[0].token == token.token for token in tokens)
 
 
-@pytest.mark.parametrize("temperature", [0, 1.5])
+@pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_required_call_is_made_although_the_model_would_answer(
     server: Server, ticket: int, temperature: float, stream: bool
@@ -240,7 +240,7 @@ def test_a_required_call_is_made_although_the_model_would_answer(
     jsonschema.validate(json.loads(arguments), SCHEMAS[name])
 
 
-@pytest.mark.parametrize("temperature", [0, 1.5])
+@pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("name", list(SCHEMAS))
 def test_a_named_function_is_called_whatever_the_model_would_call(
     server: Server, ticket: int, temperature: float, name: str
@@ -256,7 +256,7 @@ def test_a_named_function_is_called_whatever_the_model_would_call(
     jsonschema.validate(json.loads(arguments), SCHEMAS[name])
 
 
-@pytest.mark.parametrize(("temperature", "seed"), [(0, 0), (1.5, 1), (1.5, 2), (3, 3)])
+@pytest.mark.parametrize(("temperature", "seed"), [(0, 0), (1, 1), (1, 2)])
 def test_an_answer_fits_its_schema_although_the_model_would_write_prose(
     server: Server, temperature: float, seed: int
 ) -> None:
