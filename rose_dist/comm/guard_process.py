@@ -100,6 +100,8 @@ class Guard:
         self.moved = (0.0, b"")
         self.stopped_since: dict[int, float] = {}
         self.turn: tuple[float, str, float] | None = None
+        self.shared_memory: set[str] = set()
+        """MPI's files, which stay when a rank does not leave in order."""
         self.rank_alive = True
         self.aborted = False
         """The rank, or another, ends the job itself."""
@@ -118,6 +120,7 @@ class Guard:
     def on_stage(self, who: str) -> None:
         self.who = who
         self.send(beat=who)
+        self.shared_memory = shared_memory(self.process)
 
     def on_listen(self, host: str, token: str) -> None:
         self.token = token
@@ -283,6 +286,9 @@ class Guard:
             send_signal(self.process, signal.SIGKILL)
         for frontend in self.frontends:
             send_signal(frontend, signal.SIGKILL)
+        for path in self.shared_memory:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
         self.done = True
 
 
@@ -292,6 +298,16 @@ def is_stopped(process: int) -> bool:
             return stat.read().rpartition(")")[2].split()[0] == "T"
     except OSError:
         return False
+
+
+def shared_memory(process: int) -> set[str]:
+    """Files in /dev/shm that it has mapped."""
+    try:
+        with open(f"/proc/{process}/maps") as maps:
+            fields = [line.split(maxsplit=5) for line in maps]
+    except OSError:
+        return set()
+    return {field[5].rstrip("\n") for field in fields if len(field) == 6 and field[5].startswith("/dev/shm/")}
 
 
 def send_signal(process: int, number: int) -> None:

@@ -87,8 +87,14 @@ def description(model_names: list[str]) -> Json:
 
 
 def _create(request: type[msgspec.Struct], answer: Json, data: Json) -> Json:
-    content = {"type": "string", "contentMediaType": _JSON, "contentSchema": data}
-    event = {"type": "object", "properties": {"event": {"type": "string"}, "data": content}}
+    json_data = {"contentMediaType": _JSON, "contentSchema": {"anyOf": [data, _of(ErrorResponse)]}}
+    event = {
+        "type": "object",
+        "properties": {
+            "event": {"type": "string"},
+            "data": {"type": "string", "anyOf": [{"const": "[DONE]"}, json_data]},
+        },
+    }
     operation = _operation("Generate; as server-sent events where `stream` is true.", {_JSON: answer, _EVENTS: event})
     return operation | {"requestBody": {"required": True, "content": {_JSON: {"schema": _of(request)}}}}
 
