@@ -1,8 +1,15 @@
+"""For all tests: what hypothesis is given, and what this machine or the surrounding job is too small for."""
+
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
 
 from tests import job
+
+# How long an example takes depends on the machine's other work; what it finds does not.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 
 def pytest_configure(config: pytest.Config) -> None:

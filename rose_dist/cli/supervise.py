@@ -82,10 +82,14 @@ class _ErrorCopy:
 
 
 def _die_with_parent(parent: int) -> Callable[[], None]:
-    """What mpirun's process does before it becomes mpirun: ask for SIGTERM when its parent dies (prctl(2))."""
+    """What mpirun's process does before it becomes mpirun: ask for SIGTERM when its parent dies (prctl(2)).
+
+    Its standard error goes nowhere then; it must not die of that before it has ended its ranks.
+    """
     prctl = ctypes.CDLL(None, use_errno=True).prctl
 
     def before_exec() -> None:
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             os._exit(1)

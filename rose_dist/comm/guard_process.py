@@ -89,7 +89,7 @@ class Guard:
         self.process = rank_process
         self.launcher = state_of(rank_process)[1]
         self.progress = mmap.mmap(progress, 8, prot=mmap.PROT_READ)
-        self.frontend: int | None = None
+        self.frontends: list[int] = []
         self.rank = 0
         self.who = f"process {rank_process}"
         self.token = ""
@@ -138,7 +138,7 @@ class Guard:
         self.send(token=token, beat=self.who)
 
     def on_frontend(self, process: int) -> None:
-        self.frontend = process
+        self.frontends.append(process)
 
     def on_spoken(self) -> None:
         """The rank ends the job itself, and has said why."""
@@ -225,7 +225,7 @@ class Guard:
             self.beaten = now
             self.send(beat=self.who)
         if self.end_at is not None:
-            if now >= self.end_at or (not self.rank_alive and self.frontend is None):
+            if now >= self.end_at or (not self.rank_alive and not self.frontends):
                 self.finish()
             return
         if self.turn is not None and now >= self.turn[0]:
@@ -248,9 +248,10 @@ class Guard:
                 self.fail(f"{self.who}: no progress for {self.stall:g} s", stacks=True)
         if state_of(self.process)[1] not in (self.launcher, 0):
             self.fail(f"{self.who}: its launcher is gone")
-        for process, what in ((self.process, ""), (self.frontend, "its frontend is ")):
-            if process is None or state_of(process)[0] != "T":
-                self.stopped_since.pop(process or 0, None)
+        for process in (self.process, *self.frontends):
+            what = "" if process == self.process else "its frontend is "
+            if state_of(process)[0] != "T":
+                self.stopped_since.pop(process, None)
             elif now - self.stopped_since.setdefault(process, now) > STOPPED:
                 self.fail(f"{self.who}: {what}stopped for {STOPPED:g} s, as by SIGSTOP")
 
@@ -275,19 +276,19 @@ class Guard:
             self.send(end=stacks)
         if stacks:
             send_signal(self.process, signal.SIGUSR2)
-        if self.frontend is not None:
-            send_signal(self.frontend, signal.SIGUSR1)
+        for frontend in self.frontends:
+            send_signal(frontend, signal.SIGUSR1)
         if self.listener is None and self.links:
             wait += FRONTEND + 1
         else:
-            wait += FRONTEND if self.frontend is not None or self.aborted else 0.2
+            wait += FRONTEND if self.frontends or self.aborted else 0.2
         self.end_at = time.monotonic() + wait
 
     def finish(self) -> None:
         if self.rank_alive:
             send_signal(self.process, signal.SIGKILL)
-        if self.frontend is not None:
-            send_signal(self.frontend, signal.SIGKILL)
+        for frontend in self.frontends:
+            send_signal(frontend, signal.SIGKILL)
         for path in self.shared_memory:
             with contextlib.suppress(OSError):
                 os.unlink(path)

@@ -2,8 +2,73 @@
 
 from __future__ import annotations
 
+import enum
+import math
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from rose_dist.kernels import checks, launch
+from rose_dist.kernels.variants import WARP, router_shape
+
+MAX_EXPERTS = 1024
+MAX_K = 32
+
+
+class Score(enum.Enum):
+    """How logits become weights."""
+
+    SOFTMAX_OF_CHOSEN = "softmax_of_chosen"
+    """Softmax over the k chosen logits alone (GPT-OSS); the same as softmax over all, renormalised (Qwen3)."""
+    SOFTMAX = "softmax"
+    """Softmax over all logits, the chosen ones' shares as they are."""
+    SIGMOID = "sigmoid"
+    """Sigmoid of each chosen logit over their sum (DeepSeek-V3); the choice goes by sigmoid + bias."""
+
+
+@dataclass(frozen=True)
+class Router:
+    """A model's routing rule.
+
+    groups, top_groups: DeepSeek's node limit. Experts stand in `groups` equal groups; only the `top_groups` with the
+    largest sum of two best scores are eligible. `scale` multiplies the weights.
+    """
+
+    k: int
+    score: Score = Score.SOFTMAX_OF_CHOSEN
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+
+    def check(self, experts: int) -> None:
+        """Raise `KernelArgumentError` if the rule can't be applied to so many experts."""
+        if not 1 <= self.k <= min(experts, MAX_K):
+            raise checks.fail("k", f"is {self.k}; must be in 1 … {min(experts, MAX_K)} (experts, at most {MAX_K})")
+        if experts > MAX_EXPERTS:
+            raise checks.fail("logits", f"{experts} experts; at most {MAX_EXPERTS}")
+        if self.groups == 1:
+            return
+        if self.score is not Score.SIGMOID or experts % WARP or WARP % self.groups:
+            raise checks.fail(
+                "groups", f"{self.groups} groups need sigmoid scores, a power of two up to {WARP} and experts % 32 = 0"
+            )
+        if not 1 <= self.top_groups <= self.groups or self.top_groups * (experts // self.groups) < self.k:
+            raise checks.fail("top_groups", f"is {self.top_groups}; must be in 1 … {self.groups} and hold k experts")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What each token goes to.
+
+    ids: int32 [tokens, k], best first, ties by the lower id; −1 for dead tokens.
+    weights: fp32 [tokens, k]; 0 for dead tokens.
+    counts: int32 [experts], how often each expert was chosen; None if not asked for.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    counts: Tensor | None = None
 
 
 def topk_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -17,5 +82,91 @@ def topk_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         ids: int32 [tokens, k], best first.
         weights: fp32 [tokens, k], each row sums to 1.
     """
+    if logits.is_cuda:
+        routing = route(logits, Router(k))
+        return routing.ids, routing.weights
     values, ids = torch.topk(logits, k, dim=-1)
     return ids.to(torch.int32), torch.softmax(values.float(), dim=-1)
+
+
+def route(
+    logits: Tensor, router: Router, *, bias: Tensor | None = None, counts: bool = False, live_rows: Tensor | None = None
+) -> Routing:
+    """Apply a routing rule.
+
+    Args:
+        logits: [tokens, experts], fp32, bf16 or fp16. A NaN is never preferred to a number.
+        bias: fp32 [experts], added to sigmoid scores for the choice alone.
+        counts: whether to count tokens an expert.
+        live_rows: int32 [1]; tokens from there on are dead.
+    """
+    checks.shape("logits", logits, None, None)
+    router.check(logits.shape[1])
+    if bias is not None:
+        checks.shape("bias", bias, logits.shape[1])
+        checks.dtype("bias", bias, torch.float32)
+        checks.same_device("bias", bias, logits.device)
+        if router.score is not Score.SIGMOID:
+            raise checks.fail("bias", "is only for sigmoid scores")
+    return _launch(logits, router, bias, counts, live_rows) if logits.is_cuda else reference(
+        logits, router, bias=bias, counts=counts, live_rows=live_rows
+    )  # fmt: skip
+
+
+def reference(
+    logits: Tensor, router: Router, *, bias: Tensor | None = None, counts: bool = False, live_rows: Tensor | None = None
+) -> Routing:
+    """`route` in torch, fp32."""
+    tokens, experts = logits.shape
+    wide = logits.float()
+    scores = wide.sigmoid() if router.score is Score.SIGMOID else wide
+    choice = scores if bias is None else scores + bias
+    if router.groups > 1:
+        grouped = choice.view(tokens, router.groups, -1)
+        best = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
+        order = best.sort(descending=True, stable=True, dim=-1).indices[:, : router.top_groups]
+        eligible = torch.zeros_like(best, dtype=torch.bool).scatter_(1, order, True)
+        choice = choice.masked_fill(~eligible.repeat_interleave(experts // router.groups, 1), -math.inf)
+    ranked = choice.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    ids = ranked.sort(descending=True, stable=True, dim=-1).indices[:, : router.k]
+    chosen = scores.gather(1, ids)
+    if router.score is Score.SOFTMAX_OF_CHOSEN:
+        weights = chosen.softmax(-1)
+    elif router.score is Score.SOFTMAX:
+        weights = wide.softmax(-1).gather(1, ids)
+    else:
+        weights = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+    weights = weights * router.scale
+    ids = ids.to(torch.int32)
+    if live_rows is not None:
+        live = int(live_rows)
+        ids[live:], weights[live:] = -1, 0.0
+    hits = torch.bincount(ids[ids >= 0].flatten().long(), minlength=experts).to(torch.int32) if counts else None
+    return Routing(ids, weights, hits)
+
+
+def _launch(logits: Tensor, router: Router, bias: Tensor | None, counts: bool, live_rows: Tensor | None) -> Routing:
+    checks.dtype("logits", logits, torch.float32, torch.bfloat16, torch.float16)
+    checks.rows("logits", logits, align=logits.element_size())
+    checks.live_rows(live_rows, logits.device)
+    tokens, experts = logits.shape
+    ids = torch.empty(tokens, router.k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(tokens, router.k, dtype=torch.float32, device=logits.device)
+    hits = torch.empty(experts, dtype=torch.int32, device=logits.device) if counts else None
+    device = launch.device(logits)
+    if tokens == 0:
+        return Routing(ids, weights, None if hits is None else hits.zero_())
+    shape = router_shape(tokens, counts)
+    steps = (logits.data_ptr(), logits.stride(0) * logits.element_size())
+    vector_bytes = launch.widest(device.arch, 16, *steps)
+    from rose_dist.kernels.cute import routing as cute  # noqa: PLC0415 - it loads the compiler
+
+    launcher = cute.launcher(
+        device.arch, logits.dtype, experts, router.k, router.score, router.groups, router.top_groups,
+        bias is not None, counts, shape, vector_bytes,
+    )  # fmt: skip
+    blocks = shape.cluster or min(-(-tokens // shape.warps), device.sms * 4)
+    launch.run(
+        launcher, logits, logits, logits.stride(0), bias, ids, weights, hits, live_rows, tokens, blocks, router.scale
+    )
+    return Routing(ids, weights, hits)

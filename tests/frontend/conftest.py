@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import hypothesis
 import pytest
 
 from rose_dist.frontend.config import FrontendConfig
@@ -11,9 +10,6 @@ from rose_dist.frontend.tokenizer import Tokenizer
 from tests.frontend.checkpoint import build_checkpoint
 from tests.frontend.running import Frontend, running
 from tests.frontend.stub_engine import StubConfig
-
-hypothesis.settings.register_profile("frontend", deadline=None)  # other work may run on the machine
-hypothesis.settings.load_profile("frontend")
 
 REPLY = "The capital of France is Paris, naïve 🙂 café."
 

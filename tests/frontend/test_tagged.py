@@ -65,6 +65,17 @@ CASES: dict[str, tuple[str, list[tuple[str, str]]]] = {
     '<tool_call>{"name": "get_wea': ('<tool_call>{"name": "get_wea', []),
     f"<tool_call>{PARIS}</tool_c": ("", [("get_weather", '{"city": "Paris"}')]),
     "a <tool_ca": ("a <tool_ca", []),
+    # what JSON's escapes can do
+    '<tool_call>{"name": "get\\u005fweather", "arguments": {}}</tool_call>': ("", [("get_weather", "{}")]),
+    '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "time"}</tool_call>': ("", [("time", '{"a": "?"}')]),
+    '<tool_call>{"name": "\\q", "arguments": {}}</tool_call>': (
+        '<tool_call>{"name": "\\q", "arguments": {}}</tool_call>',
+        [],
+    ),
+    '<tool_call>{"name": ["time"], "arguments": {}}</tool_call>': (
+        '<tool_call>{"name": ["time"], "arguments": {}}</tool_call>',
+        [],
+    ),
     # not calls: shown as they are
     '<tool_call>{"name": "rm", "arguments": {}}</tool_call>': (
         '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
@@ -110,7 +121,6 @@ def test_case(tokenizer: Tokenizer, text: str) -> None:
 
 
 @given(data=st.data(), text=st.sampled_from(list(CASES)))
-@settings(deadline=None)
 def test_pieces_do_not_matter(tokenizer: Tokenizer, data: st.DataObject, text: str) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -125,7 +135,6 @@ def test_pieces_do_not_matter(tokenizer: Tokenizer, data: st.DataObject, text: s
         )
     )
 )
-@settings(deadline=None)
 def test_any_output_is_read_without_loss(tokenizer: Tokenizer, pieces: list[str]) -> None:
     content, calls, sections = read(tokenizer, tokenizer.encode_template("".join(pieces)))
     everything = content + "".join(arguments for _, arguments in calls)
@@ -187,6 +196,11 @@ def test_deepseek_required_call(deepseek: Tokenizer) -> None:
     assert accepts(deepseek, grammar, f"{ALL[0]}{call}{ALL[1]}<|im_end|>")
     assert not accepts(deepseek, grammar, f"{ALL[0]}{other}{ALL[1]}<|im_end|>")
     assert read(deepseek, deepseek.encode_template(f"{ALL[0]}{call}{ALL[1]}"))[:2] == ("", [GOT])
+
+
+def test_deep_nesting_does_no_harm(tokenizer: Tokenizer) -> None:
+    text = "<tool_call>" + "[" * 3000 + "</tool_call>"
+    assert read(tokenizer, tokenizer.encode(text))[:2] == (text, [])
 
 
 def test_arguments_are_streamed(tokenizer: Tokenizer) -> None:

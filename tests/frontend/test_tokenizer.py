@@ -88,3 +88,9 @@ def test_a_model_that_takes_whole_words_does_not_take_control_tokens(checkpoint:
     tokenizer = Tokenizer(tmp_path)
     assert not set(tokenizer.encode("<|im_end|>")) & set(tokenizer.control.values())
     assert tokenizer.decode(tokenizer.encode("<|im_end|>")) == "<|im_end|>"
+
+
+def test_long_texts_are_encoded_alike(tokenizer: Tokenizer) -> None:
+    text = "The capital of France is Paris. 🙂 " * 1000
+    library = tokenizers.Tokenizer.from_file(str(tokenizer.directory / "tokenizer.json"))
+    assert tokenizer.encode(text) == tokenizer.encode_template(text) == library.encode(text).ids

@@ -107,6 +107,8 @@ def _as_api_error(error: Exception) -> ApiError:
         api_error.status = error.status_code
         api_error.headers = dict(error.headers or {})
         return api_error
+    if isinstance(error, RecursionError):  # nothing else here recurses but what follows a request's own nesting
+        return BadRequestError("The request is nested too deeply")
     logger.error("A request failed inside the server", exc_info=error)
     return EngineError("The server failed on this request; its log has the cause")
 

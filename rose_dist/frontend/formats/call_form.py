@@ -72,6 +72,12 @@ def form_of(tokenizer: Tokenizer, template: str) -> CallForm:
     return DEEPSEEK_V3 if "```json" in template else DEEPSEEK_V31
 
 
-def name_of(head: re.Match[str]) -> str:
+def name_of(head: re.Match[str]) -> str | None:
+    """None where the name is not a JSON string after all."""
     name = next(group for group in head.groups() if group is not None)
-    return str(json.loads(name)) if name.startswith('"') else name
+    if not name.startswith('"'):
+        return name
+    try:
+        return str(json.loads(name))
+    except ValueError:
+        return None

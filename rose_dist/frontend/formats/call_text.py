@@ -44,7 +44,8 @@ class CallText:
             return self._arguments(text)
         self._text += text
         head = self._form.head.match(self._text)
-        if head is None or (name := name_of(head)) not in self._tools:
+        name = None if head is None else name_of(head)
+        if head is None or name is None or name not in self._tools:
             return ()
         self.is_call = True
         start = ToolCallDelta(self._index, "", name)
@@ -59,12 +60,13 @@ class CallText:
             rest = self._form.tail.sub("", self._tail, count=1).rstrip()
             return (TextDelta("content", rest),) if rest else ()
         call = _loads(self._text)
-        if isinstance(call, dict) and (name := call.get("name")) in self._tools:
+        if isinstance(call, dict) and isinstance(name := call.get("name"), str) and name in self._tools:
             self.is_call = True
             arguments = call.get("arguments", call.get("parameters"))
             if not isinstance(arguments, str):
                 arguments = json.dumps(arguments or {}, ensure_ascii=False)
-            return [ToolCallDelta(self._index, "", str(name)), ToolCallDelta(self._index, arguments)]
+            arguments = arguments.encode("utf-8", "replace").decode()  # JSON's escapes can make half characters
+            return [ToolCallDelta(self._index, "", name), ToolCallDelta(self._index, arguments)]
         return [TextDelta("content", self._form.opening + self._text + (self._form.closing if closed else ""))]
 
     def _arguments(self, text: str) -> Sequence[Delta]:
@@ -94,5 +96,5 @@ class CallText:
 def _loads(text: str) -> object:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None

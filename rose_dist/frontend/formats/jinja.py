@@ -113,8 +113,9 @@ class JinjaFormat:
 
     def _text(self, context: dict[str, Any]) -> str:
         try:
-            return self._template.render(**{**self._variables, **context})
-        except FormatError:
+            text = self._template.render(**{**self._variables, **context})
+            return text.encode("utf-8", "replace").decode()  # escapes in JSON can make half characters
+        except (FormatError, RecursionError):
             raise
         except Exception as error:  # a template is a program: whatever it raises is about this conversation
             raise FormatError(f"The chat template can't render this conversation: {error}") from error

@@ -1,0 +1,82 @@
+"""Kernels that measure and show the primitives themselves: grid barriers, and every `ptx` wrapper once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rose_dist.kernels import jit, ptx, sync, vector
+from rose_dist.kernels.dsl import Float32, Int32, Int64, Stream, Uint16, Uint32, const_expr, cute, range_constexpr
+
+BARRIER_STAGE = 1
+
+
+@dataclass(frozen=True)
+class GridBarriers(jit.Kernel):
+    """`repeats` grid barriers on `blocks` blocks; with `work`, each block adds its number to another slot before each.
+
+    A slot so ends at the sum of what all wrote to it only if every barrier ordered all writes.
+    """
+
+    repeats: int
+    threads: int = 128
+    work: bool = True
+
+    @cute.jit
+    def __call__(
+        self, counter: Int64, base: Uint32, slots: Int64, report: Int64, limit_ns: Int64, blocks: Int32, stream: Stream
+    ) -> None:  # fmt: skip
+        self.kernel(counter, base, slots, report, limit_ns).launch(
+            grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, cooperative=True
+        )
+
+    @cute.kernel
+    def kernel(self, counter: Int64, base: Uint32, slots: Int64, report: Int64, limit_ns: Int64) -> None:
+        block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        for i in range(self.repeats):
+            if const_expr(self.work):
+                if cute.arch.thread_idx()[0] == 0:
+                    slot = slots + Int64((block + i) % blocks) * 4
+                    before = ptx.load_relaxed(slot, "gpu")
+                    ptx.store_relaxed(slot, before + Uint32(block + 1), "gpu")
+            sync.grid_barrier(counter, base + Uint32(blocks) * Uint32(i + 1), limit_ns, report, Int32(0), BARRIER_STAGE)
+
+
+@dataclass(frozen=True)
+class Primitives(jit.Kernel):
+    """Every wrapper of `ptx` once, to be read as PTX. `multicast` adds NVLink multicast; never launch it so here."""
+
+    multicast: bool = False
+
+    @cute.jit
+    def __call__(self, flags: Int64, source: Int64, target: Int64, report: Int64, stream: Stream) -> None:
+        self.kernel(flags, source, target, report).launch(grid=[1, 1, 1], block=[128, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, flags: Int64, source: Int64, target: Int64, report: Int64) -> None:
+        offset = Int64(cute.arch.thread_idx()[0]) * 16
+        ptx.store_16b(target + offset, ptx.load_once_16b(source + offset))
+        ptx.store_16b(target + offset + 2048, ptx.load_16b(source + offset))
+        sync.signal(flags, Uint32(1), "sys")
+        sync.wait(flags, Uint32(1), "sys", Int64(sync.DEFAULT_LIMIT_NS), report, Int32(0), Int32(0), BARRIER_STAGE)
+        for scope in range_constexpr(2):
+            self.order(flags + 64 * (scope + 1), ("gpu", "sys")[scope])
+        a, b = ptx.from_e4m3x2(ptx.to_e4m3x2(Float32(1.0), vector.scalar(source, Float32)[0]))
+        vector.scalar(target, Float32)[0] = ptx.reciprocal(a + b)
+        if const_expr(self.arch.blackwell):
+            a, b = ptx.from_e2m1x2(ptx.to_e2m1x2(Float32(1.0), vector.scalar(source, Float32)[0]))
+            vector.scalar(target + 4, Float32)[0] = a + b
+        if const_expr(self.multicast):
+            ptx.multimem_store_16b(target + offset, ptx.multimem_load_add_bf16x8(source + offset))
+            ptx.multimem_add_release(flags + 256, Uint32(1))
+
+    def order(self, flags: Any, scope: Any) -> Any:
+        """All ordered accesses of one scope."""
+        ptx.store_release(flags, ptx.load_acquire(flags, scope), scope)
+        ptx.store_release_u64(flags + 8, ptx.load_acquire_u64(flags + 8, scope), scope)
+        ptx.store_relaxed(flags + 16, ptx.load_relaxed(flags + 16, scope), scope)
+        ptx.add_release(flags + 20, Uint32(1), scope)
+        ptx.add_relaxed(flags + 24, Uint32(1), scope)
+        ptx.fence(scope)
+        before = ptx.fetch_add(flags + 28, Uint32(1), scope)
+        ptx.compare_and_swap(flags + 32, before, Uint32(Uint16(3)), scope)

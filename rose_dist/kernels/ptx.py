@@ -1,0 +1,275 @@
+"""PTX instructions that kernels use by name: memory with an order and a scope, multicast, conversions.
+
+Addresses are `Int64` in the global state space unless the name says otherwise. `scope` is "gpu" or "sys". An acquire
+load that reads the value of a release store sees everything the storing thread wrote or, through a block barrier,
+observed before (PTX ISA, memory consistency model, causality order). A release already waits for earlier writes: a
+fence before it would only double the cost.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rose_dist.kernels.dsl import Float32, Int32, Int64, T, Uint16, Uint32, Uint64, dsl_user_op, ir, llvm
+
+_SCOPES = ("gpu", "sys")
+
+
+def _asm(text: str, constraints: str, result: Any, *operands: Any, volatile: bool = True, **at: Any) -> Any:
+    """One instruction; `result` is an MLIR type or None, `volatile` keeps it where it stands."""
+    values = [operand.ir_value(**at) for operand in operands]
+    if volatile:
+        constraints += ",~{memory}"
+    return llvm.inline_asm(result, values, text, constraints.strip(","), has_side_effects=volatile, asm_dialect=0, **at)
+
+
+def _check(scope: str) -> str:
+    assert scope in _SCOPES, f"scope {scope!r} is not one of {_SCOPES}"
+    return scope
+
+
+# --- Flags and counters ---------------------------------------------------------------------------------------------
+
+
+@dsl_user_op
+def load_acquire(address: Any, scope: str, *, loc: Any = None, ip: Any = None) -> Any:
+    """u32 at `address`; later accesses of this thread come after it."""
+    text = f"ld.acquire.{_check(scope)}.global.u32 $0, [$1];"
+    return Uint32(_asm(text, "=r,l", T.i32(), Int64(address), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def load_acquire_u64(address: Any, scope: str, *, loc: Any = None, ip: Any = None) -> Any:
+    """u64 at `address`; later accesses of this thread come after it."""
+    text = f"ld.acquire.{_check(scope)}.global.u64 $0, [$1];"
+    return Uint64(_asm(text, "=l,l", T.i64(), Int64(address), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def load_relaxed(address: Any, scope: str, *, loc: Any = None, ip: Any = None) -> Any:
+    """u32 at `address`, coherent but unordered."""
+    text = f"ld.relaxed.{_check(scope)}.global.u32 $0, [$1];"
+    return Uint32(_asm(text, "=r,l", T.i32(), Int64(address), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def store_release(address: Any, value: Any, scope: str, *, loc: Any = None, ip: Any = None) -> None:
+    """u32 store that publishes everything before it."""
+    text = f"st.release.{_check(scope)}.global.u32 [$0], $1;"
+    _asm(text, "l,r", None, Int64(address), Uint32(value), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_release_u64(address: Any, value: Any, scope: str, *, loc: Any = None, ip: Any = None) -> None:
+    """u64 store that publishes everything before it."""
+    text = f"st.release.{_check(scope)}.global.u64 [$0], $1;"
+    _asm(text, "l,l", None, Int64(address), Uint64(value), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_relaxed(address: Any, value: Any, scope: str, *, loc: Any = None, ip: Any = None) -> None:
+    """u32 store, coherent but unordered."""
+    text = f"st.relaxed.{_check(scope)}.global.u32 [$0], $1;"
+    _asm(text, "l,r", None, Int64(address), Uint32(value), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def add_release(address: Any, value: Any, scope: str, *, loc: Any = None, ip: Any = None) -> None:
+    """u32 add without a result that publishes everything before it."""
+    text = f"red.release.{_check(scope)}.global.add.u32 [$0], $1;"
+    _asm(text, "l,r", None, Int64(address), Uint32(value), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def add_relaxed(address: Any, value: Any, scope: str, *, loc: Any = None, ip: Any = None) -> None:
+    """u32 add without a result or an order."""
+    text = f"red.relaxed.{_check(scope)}.global.add.u32 [$0], $1;"
+    _asm(text, "l,r", None, Int64(address), Uint32(value), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def fetch_add(address: Any, value: Any, scope: str, *, order: str = "acq_rel", loc: Any = None, ip: Any = None) -> Any:
+    """u32 add that returns the value before; `order` is "relaxed", "acquire", "release" or "acq_rel"."""
+    text = f"atom.{order}.{_check(scope)}.global.add.u32 $0, [$1], $2;"
+    return Uint32(_asm(text, "=r,l,r", T.i32(), Int64(address), Uint32(value), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def compare_and_swap(
+    address: Any, expected: Any, value: Any, scope: str, *, order: str = "acq_rel", loc: Any = None, ip: Any = None
+) -> Any:
+    """u32 compare-and-swap; returns the value before."""
+    text = f"atom.{order}.{_check(scope)}.global.cas.b32 $0, [$1], $2, $3;"
+    operands = (Int64(address), Uint32(expected), Uint32(value))
+    return Uint32(_asm(text, "=r,l,r,r", T.i32(), *operands, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def fence(scope: str, *, loc: Any = None, ip: Any = None) -> None:
+    """Orders this thread's accesses before it against those after it, in both directions."""
+    _asm(f"fence.acq_rel.{_check(scope)};", "", None, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def exit_if(condition: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """End this thread. Later shuffles and block barriers are then among the threads that remain (PTX ISA, shfl.sync
+    and barrier: all non-exited threads)."""
+    text = "{ .reg .pred dead; setp.ne.u32 dead, $0, 0; @dead exit; }"
+    _asm(text, "r", None, Uint32(condition), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def clock_ns(*, loc: Any = None, ip: Any = None) -> Any:
+    """The device's nanosecond clock (u64); ticks coarsely, up to 1 us apart."""
+    return Uint64(_asm("mov.u64 $0, %globaltimer;", "=l", T.i64(), loc=loc, ip=ip))
+
+
+# --- Payload ----------------------------------------------------------------------------------------------------------
+
+
+@dsl_user_op
+def load_once_16b(address: Any, *, loc: Any = None, ip: Any = None) -> tuple[Any, Any, Any, Any]:
+    """16 bytes that no one writes during the kernel and this kernel reads once: past L1, 256 bytes ahead into L2."""
+    kind = ir.Type.parse("!llvm.struct<(i32,i32,i32,i32)>")
+    text = "ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];"
+    words = _asm(text, "=r,=r,=r,=r,l", kind, Int64(address), volatile=False, loc=loc, ip=ip)
+    return _words(words, loc, ip)
+
+
+@dsl_user_op
+def load_16b(address: Any, *, loc: Any = None, ip: Any = None) -> tuple[Any, Any, Any, Any]:
+    """16 bytes, past L1: for data that another block or GPU wrote before a flag that this thread has acquired."""
+    kind = ir.Type.parse("!llvm.struct<(i32,i32,i32,i32)>")
+    text = "ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];"
+    words = _asm(text, "=r,=r,=r,=r,l", kind, Int64(address), loc=loc, ip=ip)
+    return _words(words, loc, ip)
+
+
+@dsl_user_op
+def store_16b(address: Any, words: tuple[Any, Any, Any, Any], *, loc: Any = None, ip: Any = None) -> None:
+    """16 bytes, past L1: for a peer GPU's memory or data that this SM does not read again."""
+    text = "st.global.L1::no_allocate.v4.b32 [$0], {$1, $2, $3, $4};"
+    _asm(text, "l,r,r,r,r", None, Int64(address), *(Int32(word) for word in words), loc=loc, ip=ip)
+
+
+def _words(struct: Any, loc: Any, ip: Any) -> tuple[Any, Any, Any, Any]:
+    a, b, c, d = (Int32(llvm.extractvalue(T.i32(), struct, [i], loc=loc, ip=ip)) for i in range(4))
+    return a, b, c, d
+
+
+# --- NVLink SHARP multicast: only on addresses of a multicast mapping -----------------------------------------------
+
+
+@dsl_user_op
+def multimem_load_add_bf16x8(address: Any, *, loc: Any = None, ip: Any = None) -> tuple[Any, Any, Any, Any]:
+    """Sum over all GPUs of 8 bf16, added in fp32 by the switch, rounded once; as 4 packed words."""
+    kind = ir.Type.parse("!llvm.struct<(i32,i32,i32,i32)>")
+    text = "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2 {$0, $1, $2, $3}, [$4];"
+    words = _asm(text, "=r,=r,=r,=r,l", kind, Int64(address), loc=loc, ip=ip)
+    return _words(words, loc, ip)
+
+
+@dsl_user_op
+def multimem_store_16b(address: Any, words: tuple[Any, Any, Any, Any], *, loc: Any = None, ip: Any = None) -> None:
+    """The same 16 bytes into every GPU's copy."""
+    text = "multimem.st.relaxed.sys.global.v4.f32 [$0], {$1, $2, $3, $4};"
+    _asm(text, "l,r,r,r,r", None, Int64(address), *(Int32(word) for word in words), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def multimem_add_release(address: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """u32 add into every GPU's copy that publishes everything before it to all of them."""
+    text = "multimem.red.release.sys.global.add.u32 [$0], $1;"
+    _asm(text, "l,r", None, Int64(address), Uint32(value), loc=loc, ip=ip)
+
+
+# --- Shared memory of a cluster ---------------------------------------------------------------------------------------
+
+
+@dsl_user_op
+def cluster_add_shared(address: Any, block: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """u32 add at the place in cluster block `block` that has shared address `address` (u32) in this one."""
+    text = (
+        "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, $0, $1; "
+        "red.relaxed.cluster.shared::cluster.add.u32 [remote], $2; }"
+    )
+    _asm(text, "r,r,r", None, Uint32(address), Uint32(block), Uint32(value), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def add_shared(address: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """u32 add at a shared address (u32) of this block."""
+    text = "red.relaxed.cta.shared::cta.add.u32 [$0], $1;"
+    _asm(text, "r,r", None, Uint32(address), Uint32(value), loc=loc, ip=ip)
+
+
+# --- Arithmetic and conversions ---------------------------------------------------------------------------------------
+
+
+@dsl_user_op
+def reciprocal(a: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """1 / a in fp32, rounded to nearest even, for 2^−125 ≤ |a| ≤ 2^125; NaN for infinities and NaN.
+
+    One Newton step from the approximation, which is what `rcp.rn` does in that range; its way out for the rest is a
+    call, and a call costs a stack.
+    """
+    text = (
+        "{ .reg .f32 guess, error; rcp.approx.ftz.f32 guess, $1; neg.f32 error, $1; "
+        "fma.rn.f32 error, error, guess, 0f3F800000; fma.rn.f32 $0, guess, error, guess; }"
+    )
+    return Float32(_asm(text, "=f,f", T.f32(), Float32(a), volatile=False, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def absolute(value: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """|value| of an fp32."""
+    return Float32(_asm("abs.f32 $0, $1;", "=f,f", T.f32(), Float32(value), volatile=False, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def bits(value: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """The 32 bits of an fp32."""
+    return Uint32(llvm.bitcast(T.i32(), Float32(value).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def from_bits(value: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """The fp32 with these 32 bits."""
+    return Float32(llvm.bitcast(T.f32(), Uint32(value).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def to_e4m3x2(low: Any, high: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """Two fp32 as e4m3 in a u16, nearest even, saturating at ±448; NaN becomes 0x7F."""
+    text = "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;"
+    return Uint16(_asm(text, "=h,f,f", T.i16(), Float32(low), Float32(high), volatile=False, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def from_e4m3x2(pair: Any, *, loc: Any = None, ip: Any = None) -> tuple[Any, Any]:
+    """The two fp32 of a u16 of e4m3; exact."""
+    text = "cvt.rn.f16x2.e4m3x2 $0, $1;"
+    halves = _asm(text, "=r,h", T.i32(), Uint16(pair), volatile=False, loc=loc, ip=ip)
+    return _widen_f16x2(halves, loc, ip)
+
+
+@dsl_user_op
+def to_e2m1x2(low: Any, high: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """Blackwell only: two fp32 as e2m1 in the low byte of a u32, nearest even, saturating at ±6; NaN becomes +6."""
+    text = "{ .reg .b8 pair; cvt.rn.satfinite.e2m1x2.f32 pair, $2, $1; cvt.u32.u8 $0, pair; }"
+    return Uint32(_asm(text, "=r,f,f", T.i32(), Float32(low), Float32(high), volatile=False, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def from_e2m1x2(pair: Any, *, loc: Any = None, ip: Any = None) -> tuple[Any, Any]:
+    """Blackwell only: the two fp32 of the low byte of a u32 of e2m1; exact."""
+    text = "{ .reg .b8 pair; cvt.u8.u32 pair, $1; cvt.rn.f16x2.e2m1x2 $0, pair; }"
+    return _widen_f16x2(_asm(text, "=r,r", T.i32(), Uint32(pair), volatile=False, loc=loc, ip=ip), loc, ip)
+
+
+def _widen_f16x2(halves: Any, loc: Any, ip: Any) -> tuple[Any, Any]:
+    text = "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
+    kind = ir.Type.parse("!llvm.struct<(f32,f32)>")
+    pair = _asm(text, "=f,=f,r", kind, Uint32(halves), volatile=False, loc=loc, ip=ip)
+    low, high = (Float32(llvm.extractvalue(T.f32(), pair, [i], loc=loc, ip=ip)) for i in range(2))
+    return low, high

@@ -1,0 +1,141 @@
+"""Every kernel with the constants that the supported models give it: what `rose kernels` and CI compile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from rose_dist.kernels import probe
+from rose_dist.kernels.arch import Arch
+from rose_dist.kernels.cute.embedding import Embed
+from rose_dist.kernels.cute.qk_norm import QKNormRope
+from rose_dist.kernels.cute.quantize import Dequantize, Quantize, decoded_count
+from rose_dist.kernels.cute.rms_norm import RMSNorm
+from rose_dist.kernels.cute.routing import Route
+from rose_dist.kernels.cute.swiglu import GatedActivation
+from rose_dist.kernels.formats import FORMATS, FP8, MXFP8, BlockFormat, BlockOutput, Scale, ScaleLayout
+from rose_dist.kernels.jit import Kernel
+from rose_dist.kernels.qk_norm import Rotary
+from rose_dist.kernels.routing import Score
+from rose_dist.kernels.swiglu import Gate
+from rose_dist.kernels.variants import (
+    ACTIVATION_SHAPES,
+    COUNTING_ROUTERS,
+    DECODE_SHAPES,
+    ROTARY_BYTES,
+    ROUTERS,
+    ROW_SHAPES,
+    tile,
+)  # fmt: skip
+
+HIDDEN = (2880, 4096, 7168)
+"""GPT-OSS, Qwen3-MoE 235B, DeepSeek-V3."""
+
+QUANTIZED_COLUMNS = 2880
+"""Not a multiple of 128: FP8's last block is half one."""
+QK_HEADS = ((64, 8, 64, False), (64, 4, 128, True), (16, 8, 256, True))
+"""Query heads, key heads, head_dim, norm: GPT-OSS, Qwen3-MoE 235B, and a model with large heads."""
+ROUTES = (
+    (32, 4, Score.SOFTMAX_OF_CHOSEN, 1),
+    (128, 4, Score.SOFTMAX_OF_CHOSEN, 1),
+    (128, 8, Score.SOFTMAX_OF_CHOSEN, 1),
+    (256, 8, Score.SIGMOID, 8),
+    (1024, 32, Score.SOFTMAX, 1),
+)
+"""Experts, k, rule, groups: GPT-OSS 20b and 120b, Qwen3-MoE, DeepSeek-V3, and the largest that is promised."""
+
+
+def kernels(arch: Arch) -> list[Kernel]:
+    """All kernels of the registry for one arch, each once."""
+    return list(dict.fromkeys(_all(arch)))
+
+
+def _all(arch: Arch) -> Iterator[Kernel]:
+    yield from _norms(arch)
+    yield from _qk_norms(arch)
+    yield from _activations(arch)
+    yield from _quantizers(arch)
+    yield from _routers(arch)
+    yield from _embeddings(arch)
+    yield probe.GridBarriers(arch, repeats=100)
+    yield probe.Primitives(arch, multicast=True)
+
+
+def scale_layouts(fmt: BlockFormat, arch: Arch) -> list[ScaleLayout]:
+    """The layouts that GEMM libraries read on this arch, the plain one first."""
+    if fmt.scale is Scale.FP32:
+        return [ScaleLayout.ROWS, ScaleLayout.COLUMNS]
+    if not arch.blackwell:
+        return [ScaleLayout.ROWS]
+    return [ScaleLayout.ROWS, ScaleLayout.PACKED_COLUMNS if fmt.block == FP8.block else ScaleLayout.TILES]
+
+
+def _norms(arch: Arch) -> Iterator[Kernel]:
+    dtype, width = torch.bfloat16, arch.vector_bytes
+    count = width // dtype.itemsize
+    for hidden in (64, 128, *HIDDEN, 16384):
+        for shape in ROW_SHAPES.variants:
+            for residual in (False, True):
+                yield RMSNorm(arch, dtype, dtype, tile(hidden // count, width, shape), width, 0.0, residual, None)
+    for hidden in HIDDEN:
+        for fmt in (FP8, MXFP8):
+            for shape in ROW_SHAPES.variants:
+                output = BlockOutput(fmt, scale_layouts(fmt, arch)[-1], hidden)
+                tiling = tile(hidden // count, width, shape, group=output.lanes(count))
+                yield RMSNorm(arch, dtype, dtype, tiling, width, 0.0, True, output)
+
+
+def _qk_norms(arch: Arch) -> Iterator[Kernel]:
+    dtype, fp32, width = torch.bfloat16, torch.float32, arch.vector_bytes
+    for query_heads, key_heads, head_dim, norm in QK_HEADS:
+        heads = (query_heads, key_heads, head_dim)
+        counts = [max(size // (2 * width), 1) for size in ROTARY_BYTES.variants]
+        for each in counts:
+            yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.NEOX, True, each)
+        yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.INTERLEAVED, True, counts[-1])
+        yield QKNormRope(arch, dtype, dtype, *heads, width, False, Rotary.NEOX, False, counts[-1])
+        if norm:
+            yield QKNormRope(arch, dtype, fp32, *heads, width, True, Rotary.NONE, False, 1)
+
+
+def _activations(arch: Arch) -> Iterator[Kernel]:
+    dtype, width = torch.bfloat16, arch.vector_bytes
+    count = width // dtype.itemsize
+    for gate, columns, bias in ((Gate.CLAMPED_SWIGLU, 2880, True), (Gate.SILU, 2048, False), (Gate.SILU, 1536, False)):
+        for fmt in (None, FP8, MXFP8):
+            output = None if fmt is None else BlockOutput(fmt, scale_layouts(fmt, arch)[-1], columns)
+            for shape in ACTIVATION_SHAPES.variants:
+                tiling = tile(columns // count, 2 * width, shape, group=output.lanes(count) if output else 1)
+                yield GatedActivation(arch, gate, dtype, tiling, width, bias, output)
+
+
+def _routers(arch: Arch) -> Iterator[Kernel]:
+    for experts, k, score, groups in ROUTES:
+        bias = score is Score.SIGMOID
+        for counts, shapes in ((False, ROUTERS), (True, COUNTING_ROUTERS)):
+            for shape in shapes.variants:
+                dtype = torch.float32 if bias else torch.bfloat16
+                yield Route(arch, dtype, experts, k, score, groups, max(groups // 2, 1), bias, counts, shape, 16)
+
+
+def _embeddings(arch: Arch) -> Iterator[Kernel]:
+    width = arch.vector_bytes
+    for hidden in HIDDEN:
+        for shape in ROW_SHAPES.variants:
+            tiling = tile(hidden * 2 // width, width, shape)
+            yield Embed(arch, torch.bfloat16, torch.int64, tiling, width)
+
+
+def _quantizers(arch: Arch) -> Iterator[Kernel]:
+    dtype, width = torch.bfloat16, arch.vector_bytes
+    count = width // dtype.itemsize
+    for fmt in FORMATS.values():
+        for layout in scale_layouts(fmt, arch):
+            output = BlockOutput(fmt, layout, QUANTIZED_COLUMNS)
+            for shape in ROW_SHAPES.variants:
+                tiling = tile(QUANTIZED_COLUMNS // count, width, shape, group=output.lanes(count))
+                yield Quantize(arch, dtype, tiling, width, output)
+            for shape in DECODE_SHAPES.variants:
+                tiling = tile(QUANTIZED_COLUMNS // decoded_count(arch, dtype), width, shape)
+                yield Dequantize(arch, dtype, tiling, width, output)

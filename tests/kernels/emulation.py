@@ -1,0 +1,97 @@
+"""Runs the public functions of `rose_dist.kernels` on the PTX interpreter: compiled kernels and real
+addresses, no GPU.
+
+Tensors of an `Emulator` say that they are CUDA tensors. What the functions allocate is emulated memory too, filled with
+0xA5 and fenced by guard bytes, so unwritten results and stray accesses show.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from cuda.bindings.driver import CUstream
+
+from rose_dist.kernels import jit, launch
+from rose_dist.kernels.arch import Arch, DeviceInfo
+from rose_dist.kernels.cute import embedding, qk_norm, quantize, rms_norm, routing, swiglu
+from tests.ptx.cutedsl import Compiled, compile_kernel
+from tests.ptx.machine import Machine
+
+_CACHES = (
+    rms_norm.launcher, quantize.quantizer, quantize.dequantizer, qk_norm.launcher, swiglu.launcher,
+    routing.launcher, embedding.launcher,
+)  # fmt: skip
+
+_EMPTY = torch.empty
+
+
+class EmulatedTensor(torch.Tensor):
+    """A tensor in emulated memory."""
+
+    is_cuda = True
+
+
+@cache
+def compiled(kernel: jit.Kernel) -> Compiled:
+    """The kernel with its host code, ready to be interpreted."""
+    return compile_kernel(kernel, *kernel.arguments(), arch=str(kernel.arch))
+
+
+def stream() -> CUstream:
+    """The default stream, as a kernel's last argument."""
+    return CUstream(0)
+
+
+class Emulator:
+    """An emulated GPU of one arch."""
+
+    real = False
+
+    def __init__(self, arch: Arch, sms: int) -> None:
+        self.info = DeviceInfo(arch, sms)
+        self.machine = Machine()
+        self.seed = 0
+        self.kernels: list[jit.Kernel] = []
+
+    def tensor(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy on the GPU."""
+        # The interpreter's memory is bytes; dtypes that numpy lacks travel as such.
+        narrow = values.contiguous().view(torch.uint8) if values.numel() else values
+        stored = self.machine.tensor(narrow.numpy()) if values.numel() else values
+        return stored.view(values.dtype).view(values.shape).as_subclass(EmulatedTensor)
+
+    def empty(self, *shape: Any, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
+        """torch.empty in emulated memory for who names a device, as all of `rose_dist.kernels` does."""
+        if device is None or torch.device(device).type == "meta":
+            return _EMPTY(*shape, dtype=dtype, device=device)
+        sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        return self.machine.empty(tuple(sizes), dtype).as_subclass(EmulatedTensor)
+
+    def plain(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in ordinary memory."""
+        return tensor.as_subclass(torch.Tensor).clone()
+
+    def plain_storage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself without its disguise: padding and strides are kept."""
+        return tensor.as_subclass(torch.Tensor)
+
+    def run(self, kernel: jit.Kernel, on: torch.Tensor, *arguments: Any) -> None:
+        """What `launch.run` does, interpreted."""
+        self.kernels.append(kernel)
+        numbers = [launch.address(a) if isinstance(a, torch.Tensor) or a is None else a for a in arguments]
+        self.machine.run(compiled(kernel)(*numbers, stream()), seed=self.seed)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, arch: Arch, sms: int = 4) -> Emulator:
+    """Route all launches of this test to an emulated GPU."""
+    emulator = Emulator(arch, sms)
+    for function in _CACHES:
+        function.cache_clear()
+    monkeypatch.setattr(launch, "device", lambda tensor: emulator.info)
+    monkeypatch.setattr(launch, "run", emulator.run)
+    monkeypatch.setattr(jit, "load", lambda kernel: kernel)
+    monkeypatch.setattr(torch, "empty", emulator.empty)
+    return emulator

@@ -1,0 +1,60 @@
+"""The tables that choose kernel shapes: whole, in order, and legal for every size."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rose_dist.kernels import launch
+from rose_dist.kernels.arch import BLACKWELL, HOPPER
+from rose_dist.kernels.variants import COUNTING_ROUTERS, ROUTERS, ROW_SHAPES, Ranges, RowShape, router_shape, tile
+
+
+@given(
+    st.integers(1, 4096), st.sampled_from([16, 32]), st.integers(0, 100_000), st.sampled_from([1, 2, 4, 8, 16, 32])
+)  # fmt: skip
+def test_tiles_cover_every_row(row_vectors: int, vector_bytes: int, rows_for_each_sm: int, group: int) -> None:
+    tiling = tile(row_vectors, vector_bytes, ROW_SHAPES.select(rows_for_each_sm), group=group)
+    assert tiling.threads_per_row * tiling.vectors >= row_vectors
+    assert tiling.threads_per_row * (tiling.vectors - 1) < row_vectors
+    assert tiling.threads <= 1024
+    # A shuffle stays in a warp, and a block of values in one group of lanes.
+    assert tiling.threads_per_row % group == 0
+    assert tiling.threads_per_row % 32 == 0 or 32 % tiling.threads_per_row == 0
+    assert tiling.threads_per_row <= 32 or tiling.threads % 32 == 0
+
+
+def test_few_rows_spread_wide_and_many_rows_take_several_vectors() -> None:
+    few, many = (tile(360, 16, ROW_SHAPES.select(n)) for n in (0, 64))
+    assert (few.threads_per_row, few.vectors) == (384, 1)
+    assert (many.threads_per_row, many.vectors) == (96, 4)
+
+
+@pytest.mark.parametrize("table", [ROW_SHAPES, ROUTERS, COUNTING_ROUTERS])
+def test_tables_choose_by_their_starts(table: Ranges[object]) -> None:
+    for start, variant in zip(table.starts, table.variants, strict=True):
+        assert table.select(start) is variant
+        if start:
+            assert table.select(start - 1) is table.variants[table.starts.index(start) - 1]
+
+
+def test_a_table_must_start_at_zero_and_grow() -> None:
+    for starts in ((1, 2), (0, 0), (0, 5, 3)):
+        with pytest.raises(AssertionError):
+            Ranges(starts, tuple(RowShape(16, 32) for _ in starts))
+
+
+def test_router_shapes() -> None:
+    assert router_shape(1, counts=True).cluster == 1
+    for tokens in range(1, 65):
+        shape = router_shape(tokens, counts=True)
+        assert shape.cluster * shape.warps >= tokens
+    assert router_shape(10_000, counts=True).cluster == 0
+
+
+def test_widest_access_follows_the_least_alignment() -> None:
+    assert launch.widest(HOPPER, 5760, 0) == 16
+    assert launch.widest(BLACKWELL, 5760, 0) == 32
+    assert launch.widest(BLACKWELL, 5760, 16) == 16
+    assert launch.widest(BLACKWELL, 24) == 8
