@@ -78,8 +78,8 @@ run_ranks() {
   srun=$!
   (
     trap '' TERM INT USR1
-    until [ -e "$ended" ]; do sleep 1; done
-    sleep 7
+    until [ -e "$ended" ]; do sleep 0.5; done
+    for _ in {1..14}; do sleep 0.5; done # no sleep outlives this shell for long: the job would not end
     echo "rank 0 has ended, but srun waits for nodes that do not answer: giving them up" >&2
     kill -KILL $srun
   ) &
@@ -89,7 +89,7 @@ run_ranks() {
     code=0
     wait $srun || code=$?
   done
-  kill -KILL $patience 2>/dev/null || true
+  { kill -KILL $patience; wait $patience; } 2>/dev/null || true # without a word from bash
   rm -f "$ended"
   return $code
 }

@@ -6,7 +6,7 @@ rank, which ends when the rank does. What it watches:
 
 - the limit that the rank set itself for a stage, or for the time between two signs of progress;
 - whether the rank, or its frontend, is stopped, as by SIGSTOP;
-- whether the rank ended without having said so;
+- whether the rank ended without having said so, or its launcher did;
 - the other guards. Each has a connection to rank 0's; both ends send a beat a second. Silence means a host that is gone
   or a network that is cut, since a guard whose rank dies says so.
 
@@ -87,6 +87,7 @@ class Guard:
     def __init__(self, rank_process: int, progress: int) -> None:
         """`progress`: a file of 8 bytes that the rank changes whenever it gets on."""
         self.process = rank_process
+        self.launcher = state_of(rank_process)[1]
         self.progress = mmap.mmap(progress, 8, prot=mmap.PROT_READ)
         self.frontends: list[int] = []
         self.rank = 0
@@ -245,9 +246,11 @@ class Guard:
                 self.moved = (now, self.progress[:])
             elif now - self.moved[0] > self.stall:
                 self.fail(f"{self.who}: no progress for {self.stall:g} s", stacks=True)
+        if state_of(self.process)[1] not in (self.launcher, 0):
+            self.fail(f"{self.who}: its launcher is gone")
         for process in (self.process, *self.frontends):
             what = "" if process == self.process else "its frontend is "
-            if not is_stopped(process):
+            if state_of(process)[0] != "T":
                 self.stopped_since.pop(process, None)
             elif now - self.stopped_since.setdefault(process, now) > STOPPED:
                 self.fail(f"{self.who}: {what}stopped for {STOPPED:g} s, as by SIGSTOP")
@@ -292,12 +295,14 @@ class Guard:
         self.done = True
 
 
-def is_stopped(process: int) -> bool:
+def state_of(process: int) -> tuple[str, int]:
+    """Its state, as `T` for stopped, and its parent; see proc(5)."""
     try:
         with open(f"/proc/{process}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] == "T"
+            state, parent = stat.read().rpartition(")")[2].split()[:2]
+            return state, int(parent)
     except OSError:
-        return False
+        return "X", 0
 
 
 def shared_memory(process: int) -> set[str]:

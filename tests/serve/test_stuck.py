@@ -40,8 +40,6 @@ def test_a_stopped_rank(demo_model: Path, tmp_path: Path, rank: int) -> None:
             model="demo-model", prompt="One", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
         ))  # fmt: skip
         next(stream)
-        shared = server.shared_memory()
-        assert shared
         begun = time.monotonic()
         os.kill(server.ranks()[rank], signal.SIGSTOP)
         with pytest.raises(openai.APIError, match="The engine has failed"):
@@ -49,7 +47,6 @@ def test_a_stopped_rank(demo_model: Path, tmp_path: Path, rank: int) -> None:
                 pass
         who = rf"\[{rank}@HOST\] rank {rank}, stage 'serve'"
         ends_in_time(server, begun, rf"{who}: stopped for 5 s, as by SIGSTOP")
-        assert not any(path.exists() for path in shared)
 
 
 def test_a_stopped_frontend(demo_model: Path, tmp_path: Path) -> None:
@@ -71,6 +68,19 @@ def test_a_killed_guard(demo_model: Path, tmp_path: Path) -> None:
         begun = time.monotonic()
         os.kill(guard, signal.SIGKILL)
         ends_in_time(server, begun, r"\[1@HOST\] rank 1, stage 'serve': its guard is gone")
+
+
+def test_a_killed_mpirun_leaves_nothing(demo_model: Path, tmp_path: Path) -> None:
+    with Server(demo_model, 2, *OPTIONS, folder=tmp_path) as server:
+        shared = server.shared_memory()
+        assert shared
+        family = server.family()
+        begun = time.monotonic()
+        os.kill(next(process for process in family if b"prterun" in cmdline(process)), signal.SIGKILL)
+        assert server.process.wait(LIMIT_SECONDS) != 0
+        while any(alive(process) for process in family) or any(path.exists() for path in shared):
+            assert time.monotonic() - begun < LIMIT_SECONDS, server.log.read_text()
+            time.sleep(0.05)
 
 
 def test_a_long_step_is_no_failure(demo_model: Path, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_eight_ranks_on_four_nodes_answer_and_drain(cluster: SlurmCluster, demo_
     next(stream)
     cluster.run("scancel", str(job))
     assert sum(len(chunk.choices) for chunk in stream) >= 20, "what runs is finished"
-    cluster.wait_for_state(job, "CANCELLED", "COMPLETED", seconds=5)
+    cluster.wait_for_state(job, "CANCELLED", "COMPLETED", seconds=15)
     deadline = time.monotonic() + KILL_WAIT_SECONDS - 5
     while left := left_behind(cluster):
         assert time.monotonic() < deadline, left
