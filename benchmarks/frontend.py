@@ -124,7 +124,7 @@ def pin(frontend: Frontend, cores: list[int]) -> None:
     os.sched_setaffinity(0, others)
 
 
-def one(frontend: Frontend, directory: Path, body: str, step_ms: float, connections: int, seconds: float) -> Row:  # noqa: PLR0917
+def one(frontend: Frontend, directory: Path, body: str, step_ms: float, connections: int, seconds: float) -> Row:
     probe = Probe(frontend.port, body)
     probe.start()
     cpu, started, before = cpu_seconds(frontend), time.monotonic(), served(frontend)

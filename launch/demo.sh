@@ -29,7 +29,7 @@ if [ "$mode" = serve ]; then
   cat <<TEXT
 Once it is ready, try:
   curl http://127.0.0.1:$port/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{"model": "$model", "messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+    -d '{"model": "$(basename "$model")", "messages": [{"role": "user", "content": "What is the capital of France?"}]}'
 TEXT
   exec "${server[@]}"
 fi

@@ -45,7 +45,7 @@ def wait_until_healthy(url: str, pid: int | None, timeout: float) -> bool:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
                 return True
         except (urllib.error.URLError, OSError):
-            time.sleep(0.1)
+            time.sleep(0.25)
         if pid is not None and not is_running(pid):
             print("error: the server ended before it was ready", file=sys.stderr)
             return False
@@ -95,7 +95,7 @@ def print_metrics(url: str) -> None:
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
         page = response.read().decode()
     layout = re.search(r'^rose:engine_info\{.*?layout="([^"]*)"', page, re.MULTILINE)
-    rows = [float(value) for value in re.findall(r"^rose:rows_sent_total(?:\{[^}]*\})? (\S+)$", page, re.MULTILINE)]
+    rows = [float(value) for value in re.findall(r"^rose:moe_rows_sent_total\{[^}]*\} (\S+)$", page, re.MULTILINE)]
     print(f"ranks: {os.environ.get('RANKS', '?')}, layout: {layout.group(1) if layout else 'unknown'}")
     print(f"rows sent between ranks: {sum(rows):.0f}")
 

@@ -17,6 +17,7 @@ COMMANDS = {
     "convert": "Make or translate a checkpoint.",
     "doctor": "Say what this machine has and what that allows.",
     "generate": "Continue prompts, without a server.",
+    "harmony": "Render and parse the chat format of gpt-oss.",
     "kernels": "Compile every GPU kernel, with or without a GPU.",
     "launch": "Start a rose command on several MPI ranks.",
     "serve": "Serve a model behind an OpenAI-compatible API.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, TypeVar
@@ -66,7 +67,7 @@ class Group:
 
     def _sum_gathered(self, block: torch.Tensor) -> None:
         parts = torch.empty(self.size, block.numel(), dtype=block.dtype)
-        self._comm.Allgather(as_bytes(block), as_bytes(parts))
+        self._comm.Allgather(memory_of(block), memory_of(parts))
         block.copy_(_sum_in_order(parts))
 
     def _sum_scattered(self, block: torch.Tensor) -> None:
@@ -106,9 +107,10 @@ class Group:
             return rows
         if counts is None:
             counts = self._all_counts(rows.shape[0])
+        assert counts[self.rank] == rows.shape[0], "counts are not what this rank gives"
         gathered = torch.empty(sum(counts), *rows.shape[1:], dtype=rows.dtype)
-        row = row_type(_row_bytes(rows))
-        self._comm.Allgatherv([as_bytes(rows), rows.shape[0], row], [as_bytes(gathered), list(counts), row])
+        count, row = _rows_of(rows)
+        self._comm.Allgatherv([memory_of(rows), count, row], [memory_of(gathered), list(counts), row])
         return gathered
 
     def _all_counts(self, count: int) -> list[int]:
@@ -121,12 +123,12 @@ class Group:
         if self.size == 1:
             return [tensor]
         parts = torch.empty(self.size if self.rank == root else 0, *tensor.shape, dtype=tensor.dtype)
-        whole = row_type(tensor.nbytes)
-        self._comm.Gather([as_bytes(tensor), 1, whole], [as_bytes(parts), 1, whole], root)
+        count, row = _rows_of(tensor)
+        self._comm.Gather([memory_of(tensor), count, row], [memory_of(parts), count, row], root)
         return list(parts) if self.rank == root else None
 
     def broadcast_bytes(self, data: bytes | None = None, root: int = 0) -> bytes:
-        """`root`'s bytes, on every rank."""
+        """`root`'s bytes, less than 2 GiB, on every rank."""
         if self.size == 1:
             assert data is not None
             return data
@@ -146,7 +148,7 @@ class Group:
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """`root`'s values into every rank's tensor of the same shape and dtype, in place."""
         if self.size > 1:
-            self._comm.Bcast([as_bytes(tensor), 1, row_type(tensor.nbytes)], root)
+            self._comm.Bcast([memory_of(tensor), *_rows_of(tensor)], root)
 
     def all_gather_objects(self, value: T) -> list[T]:
         """Every rank's value, in rank order; pickled, for start-up only."""
@@ -161,8 +163,16 @@ class Group:
         if self.size == 1:
             receive.copy_(send)
             return
-        row = row_type(_row_bytes(send))
-        self._comm.Alltoallv([as_bytes(send), send_counts, row], [as_bytes(receive), receive_counts, row])
+        _, row = _rows_of(send)
+        self._comm.Alltoallv([memory_of(send), send_counts, row], [memory_of(receive), receive_counts, row])
+
+    def all_to_all_integers(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """[size, n] of every rank: row r goes to rank r; what came, by source rank."""
+        if self.size == 1:
+            return values
+        received = np.empty_like(values)
+        self._comm.Alltoall(values, received)
+        return received
 
     def start_all_to_all_rows(
         self, send: torch.Tensor, send_counts: Sequence[int], receive: torch.Tensor, receive_counts: Sequence[int]
@@ -170,19 +180,23 @@ class Group:
         """`all_to_all_rows` that goes on in the background until the request is waited for. `send` and `receive` must
         stay untouched until then.
         """
-        row = row_type(_row_bytes(send))
-        return self._comm.Ialltoallv([as_bytes(send), send_counts, row], [as_bytes(receive), receive_counts, row])
+        _, row = _rows_of(send)
+        return self._comm.Ialltoallv([memory_of(send), send_counts, row], [memory_of(receive), receive_counts, row])
 
 
-def as_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """The tensor's memory, not a copy. MPI knows no bf16 and numpy none either; bytes serve every dtype."""
-    return tensor.detach().view(-1).view(torch.uint8).numpy()
+def memory_of(tensor: torch.Tensor) -> MPI.buffer:
+    """The tensor's memory, not a copy; the caller keeps the tensor alive. MPI has no bf16; bytes serve every dtype."""
+    from mpi4py import MPI  # noqa: PLC0415
+
+    assert tensor.is_contiguous(), "collectives take contiguous tensors"
+    assert tensor.device.type == "cpu", "collectives take tensors on the CPU"
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
 
 
-def _row_bytes(rows: torch.Tensor) -> int:
-    return (
-        rows.element_size() * rows[0].numel() if rows.shape[0] else rows.element_size() * int(np.prod(rows.shape[1:]))
-    )
+def _rows_of(tensor: torch.Tensor) -> tuple[int, MPI.Datatype]:
+    """How many rows (of the first dimension), and the datatype of one."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    return rows, row_type(tensor.element_size() * math.prod(tensor.shape[1:]))
 
 
 @cache

@@ -11,9 +11,16 @@ def mpi_environment(base: Mapping[str, str]) -> dict[str, str]:
 
     - `pml=ob1`, `osc=^ucx`: the wheel's UCX parts probe for hardware and complain where there is none.
     - `mpi_yield_when_idle`: with more ranks than cores a waiting rank must not starve the one it waits for.
+    - `btl_sm_eager_limit`: a token's rows at decode go in one message instead of three.
     - `OMPI_ALLOW_RUN_AS_ROOT…`, for root alone: containers run as root, and mpirun refuses it otherwise.
     """
-    defaults = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_osc": "^ucx", "OMPI_MCA_mpi_yield_when_idle": "1"}
+    defaults = {
+        "OMPI_MCA_pml": "ob1",
+        "OMPI_MCA_osc": "^ucx",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "OMPI_MCA_btl_sm_eager_limit": "32768",
+        "OMPI_MCA_btl_sm_max_send_size": "65536",
+    }
     if os.geteuid() == 0:
         defaults |= {
             f"{prefix}_ALLOW_RUN_AS_ROOT{suffix}": "1" for prefix in ("OMPI", "PRTE") for suffix in ("", "_CONFIRM")

@@ -8,8 +8,9 @@ import msgspec
 
 from rose_dist.comm.world import Groups
 from rose_dist.engine.config import EngineConfig
+from rose_dist.engine.grammar import GrammarCompiler, GrammarError
 from rose_dist.engine.kv_cache import KVCache
-from rose_dist.engine.protocol import Generate, Ready
+from rose_dist.engine.protocol import Generate, Output, Ready
 from rose_dist.engine.runner import ModelRunner
 from rose_dist.engine.sampler import sample
 from rose_dist.engine.scheduler import Delivery, Plan, Scheduler
@@ -17,6 +18,7 @@ from rose_dist.engine.step import Step
 from rose_dist.models.checkpoint import Progress
 from rose_dist.models.gpt_oss import GptOssForCausalLM
 from rose_dist.models.loader import load_model
+from rose_dist.vocabulary import VocabularyError, load_token_bytes
 
 
 class Outcome(enum.Enum):
@@ -43,7 +45,8 @@ class Engine:
         self.runner = ModelRunner(model, config)
         self.max_context = min(config.max_context or model.config.max_context, model.config.max_context)
         kv = KVCache(self.runner.specs, config.block_size, config.prefix_cache)
-        self.scheduler = Scheduler(config, kv, self.max_context)
+        self.scheduler = Scheduler(config, kv, self.max_context, model.config.vocab_size)
+        self.grammars: GrammarCompiler | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Step)
 
@@ -68,8 +71,21 @@ class Engine:
 
     def submit(self, client: bytes, generate: Generate) -> list[Delivery]:
         """Queue a request on this leader; what is delivered at once is its refusal."""
-        refusal = self.scheduler.add(client, generate)
+        try:
+            grammar = None if generate.grammar is None else self._grammars().compile(generate.grammar)
+            refusal = self.scheduler.add(client, generate, grammar)
+        except (GrammarError, VocabularyError) as error:
+            refusal = Output(request_id=generate.request_id, finish="error", error=str(error))
         return [] if refusal is None else [(client, refusal)]
+
+    def _grammars(self) -> GrammarCompiler:
+        """Made for the first request that has a grammar; takes about half a second."""
+        if self.grammars is None:
+            token_bytes = load_token_bytes(self.config.model / "tokenizer.json")
+            # One id more than there are, for the end of text that no output contains.
+            size = max(self.runner.model.config.vocab_size, len(token_bytes)) + 1
+            self.grammars = GrammarCompiler(token_bytes, size)
+        return self.grammars
 
     def step(self, *, stop: bool = False) -> tuple[Outcome, list[Delivery]]:
         """Agree with the peers whether anyone has work and, if so, run one step.
@@ -93,6 +109,6 @@ class Engine:
         logits = self.runner.run(step)
         if logits is None:
             return []
-        deliveries = self.scheduler.complete(plan, sample(logits, plan.sampling))
+        deliveries = self.scheduler.complete(plan, sample(logits, plan.sampling, self.grammars))
         self.scheduler.stats.rows_sent = self.runner.model.rows_sent
         return deliveries

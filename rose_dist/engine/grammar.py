@@ -1,8 +1,9 @@
 """Token masks from grammars: what may be sampled next, given what was sampled.
 
 A leader makes one `GrammarCompiler` for its vocabulary and a `TokenGrammar` for each request that has a grammar. A mask
-takes microseconds to a millisecond of one core and releases the interpreter lock, so that it can be computed while the
-model runs: `accept` what the last step sampled, `fill_masks` during the forward pass, apply before sampling.
+takes 3 to 200 us of one core for 200,000 ids, where a part of the grammar is met first up to 10 ms, and releases the
+interpreter lock, so that it can be computed while the model runs: `accept` what the last step sampled, `fill_masks`
+during the forward pass, apply before sampling.
 """
 
 from __future__ import annotations
@@ -39,9 +40,14 @@ class GrammarCompiler:
     def compile(self, text: str) -> TokenGrammar:
         """Start a grammar, given as in `Generate.grammar`.
 
+        Takes about a millisecond, for an extreme one up to a second, and releases the interpreter lock: not for the
+        thread that steps the model.
+
         Raises:
-            GrammarError: the grammar is invalid.
+            GrammarError: the grammar is invalid, or lets llguidance choose tokens, for which it would need a tokenizer.
         """
+        if "no_forcing" not in text:
+            raise GrammarError('the grammar must set %llguidance {"no_forcing": true}')
         return TokenGrammar(LLMatcher(self._tokenizer, text, log_level=0))
 
     def empty_masks(self, rows: int) -> NDArray[np.int32]:
@@ -100,5 +106,5 @@ class _Vocabulary:
         self.eos_token_id = self.special_token_ids[-1]
 
     def __call__(self, text: bytes) -> list[int]:
-        """Asked for only to predict tokens that a grammar forces, which is not used here."""
+        """Asked for only by grammars without `no_forcing`."""
         return []

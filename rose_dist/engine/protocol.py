@@ -55,8 +55,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     min_tokens: int = 0
     """Stop ids can't be sampled before this many tokens."""
     grammar: str | None = None
-    """What the output must match from its first token on: a grammar for llguidance in its JSON form, the stop id at its
-    end included. Tokens outside it can't be sampled."""
+    """What the output must match from its first token on: a grammar for llguidance in its JSON form, with the option
+    `no_forcing`, the stop id at its end included. Tokens outside it can't be sampled."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rose_dist.engine.block_pool import BlockHash
+from rose_dist.engine.grammar import TokenGrammar
 from rose_dist.engine.protocol import Generate
 
 
@@ -32,6 +33,7 @@ class Request:
     seed: drawn when the client gave none.
     tokens: prompt and output.
     computed: how many of `tokens` have their keys and values in the cache.
+    grammar: what the output must match, at the place it has reached.
     """
 
     client: bytes
@@ -44,6 +46,7 @@ class Request:
     cached_tokens: int = 0
     hashes: list[BlockHash] = field(default_factory=list)
     stop_ids: frozenset[int] = field(init=False)
+    grammar: TokenGrammar | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.generate.prompt)

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from rose_dist.engine.config import EngineConfig
+from rose_dist.engine.grammar import GrammarError, TokenGrammar
 from rose_dist.engine.kv_cache import KVCache
 from rose_dist.engine.protocol import EngineStats, FinishReason, Generate, Output
 from rose_dist.engine.request import Request
@@ -40,15 +41,16 @@ class Scheduler:
     earliest arrival can therefore always go on, and since no request is admitted that could not fit alone, all end.
     """
 
-    def __init__(self, config: EngineConfig, kv: KVCache, max_context: int) -> None:
+    def __init__(self, config: EngineConfig, kv: KVCache, max_context: int, vocab_size: int) -> None:
         self.config = config
         self.kv = kv
         self.max_context = max_context
+        self.vocab_size = vocab_size
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.stats = EngineStats(kv_blocks_total=kv.total_blocks)
 
-    def add(self, client: bytes, generate: Generate) -> Output | None:
+    def add(self, client: bytes, generate: Generate, grammar: TokenGrammar | None = None) -> Output | None:
         """Queue a request; an output at once if it is refused."""
         if len(self.waiting) >= self.config.max_waiting + self._open_places():
             return Output(request_id=generate.request_id, finish="overloaded")
@@ -58,7 +60,7 @@ class Scheduler:
         if generate.max_tokens is not None:
             limit = len(generate.prompt) + generate.max_tokens
         seed = secrets.randbits(63) if generate.sampling.seed is None else generate.sampling.seed
-        self.waiting.append(Request(client, generate, limit, seed, self.kv.empty_tables()))
+        self.waiting.append(Request(client, generate, limit, seed, self.kv.empty_tables(), grammar=grammar))
         return None
 
     def _open_places(self) -> int:
@@ -69,6 +71,9 @@ class Scheduler:
         room = f"the model's context is {self.max_context}, the KV cache's {self.kv.capacity}"
         if not generate.prompt:
             return "the prompt is empty"
+        ids = {*generate.prompt, *generate.stop_ids, *generate.sampling.logit_bias}
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            return f"token ids of the prompt, stop_ids and logit_bias are 0 to {self.vocab_size - 1}"
         if length >= limit:
             return f"the prompt has {length} tokens and must have fewer than {limit}: {room}"
         if generate.max_tokens is not None and length + generate.max_tokens > limit:
@@ -167,7 +172,10 @@ class Scheduler:
         first = request.output_length == 0
         request.tokens.append(sampled.token)
         finish: FinishReason | None = None
-        if sampled.token in request.stop_ids:
+        error = _step_grammar(request, sampled.token)
+        if error is not None:
+            finish = "error"
+        elif sampled.token in request.stop_ids:
             finish = "stop"
         elif len(request.tokens) >= request.limit:
             finish = "length"
@@ -179,6 +187,7 @@ class Scheduler:
             token_ids=[sampled.token],
             logprobs=None if sampled.logprobs is None else [sampled.logprobs],
             finish=finish,
+            error=error,
             cached_tokens=request.cached_tokens if first else 0,
         )
 
@@ -186,3 +195,13 @@ class Scheduler:
         self.stats.running = len(self.running)
         self.stats.waiting = len(self.waiting)
         self.stats.kv_blocks_used = self.kv.used_blocks
+
+
+def _step_grammar(request: Request, token: int) -> str | None:
+    """What is wrong if the request's grammar can't go on."""
+    try:
+        if request.grammar is not None:
+            request.grammar.accept(token)
+    except GrammarError as error:
+        return str(error)
+    return None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import socket
 import sys
+from pathlib import Path
 
 import msgspec
 
+from rose_dist.errors import RoseError
 from rose_dist.frontend.config import LaunchSpec
-from rose_dist.frontend.formats.base import FormatError
 from rose_dist.frontend.server import die_with_parent, serve
-from rose_dist.frontend.tokenizer import TokenizerError
 
 
 def main() -> None:
@@ -22,8 +22,9 @@ def main() -> None:
         sys.exit(f"rose_dist.frontend takes one argument, a LaunchSpec as JSON: {error}")
     die_with_parent(spec.parent_pid)
     try:
-        serve(spec.config, spec.leaders, socket.socket(fileno=spec.listen_fd))
-    except (TokenizerError, FormatError) as error:
+        shared = Path(spec.shared) if spec.shared is not None else None
+        serve(spec.config, spec.leaders, socket.socket(fileno=spec.listen_fd), shared=shared)
+    except RoseError as error:
         sys.exit(str(error))
 
 

@@ -14,12 +14,19 @@ RETRY_AFTER_S = 1
 
 class Choice:
     def __init__(
-        self, index: int, parser: ChatParser, *, stops: list[str], hidden_stop_ids: frozenset[int] = frozenset()
+        self,
+        index: int,
+        parser: ChatParser,
+        *,
+        stops: list[str],
+        hidden_stop_ids: frozenset[int] = frozenset(),
+        one_call: bool = False,
     ) -> None:
         """
         Args:
             stops: stop strings; they are looked for in content only.
             hidden_stop_ids: the request's own stop ids; one that ends the output is not shown.
+            one_call: drop calls after the first.
         """
         self.index = index
         self.finish_reason: str | None = None
@@ -29,6 +36,7 @@ class Choice:
         self._parser = parser
         self._matcher = StopMatcher(stops) if stops else None
         self._hidden_stop_ids = hidden_stop_ids
+        self._one_call = one_call
         self._called = False
         self._content_in = 0
         self._content_out = 0
@@ -56,7 +64,8 @@ class Choice:
             if token_id in self._hidden_stop_ids:
                 continue
             start = self._content_in
-            deltas += self._shown(parser.feed(token_id))
+            if new := parser.feed(token_id):
+                deltas += self._shown(new)
             if parser.section == "reasoning":
                 self.reasoning_tokens += 1
             elif logprobs is not None and parser.section == "content":
@@ -78,14 +87,16 @@ class Choice:
         return [(token_id, logprobs) for start, token_id, logprobs in held if start < self._content_out]
 
     def _shown(self, deltas: Sequence[Delta]) -> Sequence[Delta]:
-        for delta in deltas:
-            if isinstance(delta, ToolCallDelta):
-                self._called = True
-        if self._matcher is None:
+        """`deltas` without what a stop string or `one_call` cuts off."""
+        if self._matcher is None and not any(isinstance(delta, ToolCallDelta) for delta in deltas):
             return deltas
         shown: list[Delta] = []
         for delta in deltas:
-            if isinstance(delta, TextDelta) and delta.section == "content":
+            if isinstance(delta, ToolCallDelta):
+                self._called = True
+                if delta.index == 0 or not self._one_call:
+                    shown.append(delta)
+            elif self._matcher is not None and delta.section == "content":
                 self._content_in += len(delta.text)
                 text = self._matcher.feed(delta.text)
                 self._content_out += len(text)
@@ -124,8 +135,9 @@ def merged(deltas: Sequence[Delta]) -> Sequence[Delta]:
             and isinstance(last, ToolCallDelta)
             and delta.index == last.index
             and delta.name is None
+            and last.name is None
         ):
-            joined[-1] = ToolCallDelta(last.index, last.arguments + delta.arguments, last.name)
+            joined[-1] = ToolCallDelta(last.index, last.arguments + delta.arguments)
         else:
             joined.append(delta)
     return joined

@@ -32,6 +32,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     max_body_bytes: int = 8_000_000
     max_choices: int = 128
     """Most choices (prompts × n) of one request."""
+    stored_responses: int = 1000
+    """Responses that the server keeps for retrieval and `previous_response_id`."""
     drain_timeout_s: float = 30.0
     """After SIGTERM, how long running requests may go on."""
 
@@ -59,3 +61,6 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     """An inherited, bound TCP socket."""
     parent_pid: int
     """The process that this one must not outlive."""
+    shared: str | None = None
+    """A directory for what the frontend processes of one server share: their metrics and stored responses. None if
+    this is the only one."""

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from rose_dist.frontend.formats.base import FormatError, ResponseFormat, Tool
 
+_OPTIONS = '%llguidance {"no_forcing": true}'
+"""The model chooses how forced text is split into tokens; llguidance's own choice would need the tokenizer."""
+
 Part = dict[str, Any]
 
-_WHITE_SPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
-"""Bounded: a model that may write white space for ever sometimes does."""
+_SCHEMA_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}", "coerce_one_of": True}
+"""White space is bounded, as a model that may write it for ever sometimes does. `oneOf` is enforced as `anyOf`:
+llguidance can't tell that variants exclude each other where they are references, as in every discriminated union."""
 
 
 def response_part(name: str, response_format: ResponseFormat) -> Part:
@@ -56,14 +61,22 @@ def tokens(token_ids: Iterable[int]) -> str:
 
 def compose(main: str, parts: Iterable[Part]) -> str:
     """`Generate.grammar`: the rule `start` of `main` over the named parts."""
-    return json.dumps({"grammars": [{"name": "main", "lark_grammar": main}, *parts]})
+    return json.dumps({"grammars": [{"name": "main", "lark_grammar": f"{_OPTIONS}\n{main}"}, *parts]})
 
 
 def _schema_part(name: str, schema: dict[str, Any]) -> Part:
-    return {"name": name, "json_schema": {**schema, "x-guidance": _WHITE_SPACE}}
+    return {"name": name, "json_schema": {**schema, "x-guidance": _SCHEMA_OPTIONS}}
 
 
 def _checked(part: Part, what: str) -> Part:
-    if error := LLMatcher.validate_grammar(json.dumps({"grammars": [part]})):
-        raise FormatError(f"{what} can't be enforced: {error.splitlines()[0]}")
+    # Compiled, not given to `LLMatcher.validate_grammar`, which panics on some schemas that are not ASCII.
+    matcher = LLMatcher(_byte_tokenizer(), json.dumps({"grammars": [part]}), log_level=0)
+    if matcher.is_error():
+        raise FormatError(f"{what} can't be enforced: {matcher.get_error().splitlines()[0]}")
     return part
+
+
+@lru_cache(1)
+def _byte_tokenizer() -> LLTokenizer:
+    """A vocabulary of single bytes: enough to see whether a grammar is valid."""
+    return LLTokenizer("byte")

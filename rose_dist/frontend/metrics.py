@@ -1,15 +1,19 @@
 """Prometheus metrics under `rose:`, with the suffixes that dashboards for vLLM know.
 
-The token path only adds to plain integers; a collector turns them into metric families when /metrics is read.
+The token path only adds to plain integers; they become metric families when /metrics is read. Several frontends of one
+server each leave their counts in a shared directory, so that any of them can answer for all.
 """
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -36,22 +40,51 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
-    def family(self, model: str) -> HistogramMetricFamily:
+    def family(self, model: str, counts: list[int], total: float) -> HistogramMetricFamily:
         family = HistogramMetricFamily(f"rose:{self.name}", self.documentation, labels=["model_name"])
         cumulative, seen = [], 0
-        for bound, count in zip([*map(float, self.bounds), "+Inf"], self.counts, strict=True):
+        for bound, count in zip([*map(float, self.bounds), "+Inf"], counts, strict=True):
             seen += count
             cumulative.append((str(bound), float(seen)))
-        family.add_metric([model], cumulative, self.total)
+        family.add_metric([model], cumulative, total)
         return family
+
+
+class Counts(msgspec.Struct, frozen=True, kw_only=True):
+    """What one frontend counted since its start."""
+
+    prompt_tokens: int
+    generation_tokens: int
+    finished: dict[str, int]
+    http: dict[str, int]
+    histograms: list[tuple[list[int], float]]
+
+    def __add__(self, other: Counts) -> Counts:
+        histograms = zip(self.histograms, other.histograms, strict=True)
+        return Counts(
+            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            generation_tokens=self.generation_tokens + other.generation_tokens,
+            finished=Counter(self.finished) + Counter(other.finished),
+            http=Counter(self.http) + Counter(other.http),
+            histograms=[
+                ([a + b for a, b in zip(mine, theirs, strict=True)], my_total + their_total)
+                for (mine, my_total), (theirs, their_total) in histograms
+            ],
+        )
 
 
 class Metrics(Collector):
     """What one frontend process counted, and the gauges of its leaders."""
 
-    def __init__(self, model: str, leaders: list[Leader]) -> None:
+    def __init__(self, model: str, leaders: list[Leader], shared: Path | None = None) -> None:
+        """
+        Args:
+            shared: directory in which the other frontends of the server leave their counts.
+        """
         self._model = model
         self._leaders = leaders
+        self._shared = shared
+        self._own_file = shared and shared / f"metrics-{os.getpid()}"
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.finished: Counter[str] = Counter()
@@ -69,30 +102,53 @@ class Metrics(Collector):
         self.request_generation_tokens = Histogram("request_generation_tokens", "Tokens of a choice", _TOKENS)
         self.request_max_tokens = Histogram("request_params_max_tokens", "max_tokens of a request", _TOKENS)
         self.request_n = Histogram("request_params_n", "Choices asked for", _SMALL)
+        self._histograms = [value for value in vars(self).values() if isinstance(value, Histogram)]
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
-        ProcessCollector(registry=self._registry)
 
     def exposition(self) -> bytes:
         return generate_latest(self._registry)
 
+    def publish(self) -> None:
+        """Leave the counts for the other frontends."""
+        if self._own_file is not None:
+            fresh = self._own_file.with_suffix(".new")
+            fresh.write_bytes(msgspec.msgpack.encode(self._counts()))
+            fresh.replace(self._own_file)
+
     def collect(self) -> Iterable[Metric]:
         yield from self._engine()
-        yield self._counter("prompt_tokens", "Prompt tokens of answered requests", self.prompt_tokens)
-        yield self._counter("generation_tokens", "Tokens generated", self.generation_tokens)
+        counts = self._counts()
+        for other in self._others():
+            counts += other
+        yield self._counter("prompt_tokens", "Prompt tokens of answered requests", counts.prompt_tokens)
+        yield self._counter("generation_tokens", "Tokens generated", counts.generation_tokens)
         finished = CounterMetricFamily(
             "rose:request_success", "Choices ended, by reason", labels=["model_name", "finished_reason"]
         )
-        for reason, count in self.finished.items():
+        for reason, count in counts.finished.items():
             finished.add_metric([self._model, reason], count)
         yield finished
         http = CounterMetricFamily("rose:http_requests", "HTTP requests", labels=["method", "handler", "status"])
-        for (method, path, status), count in self.http.items():
-            http.add_metric([method, path, str(status)], count)
+        for labels, count in counts.http.items():
+            http.add_metric(labels.split(" "), count)
         yield http
-        for value in vars(self).values():
-            if isinstance(value, Histogram):
-                yield value.family(self._model)
+        for histogram, (bins, total) in zip(self._histograms, counts.histograms, strict=True):
+            yield histogram.family(self._model, bins, total)
+
+    def _counts(self) -> Counts:
+        return Counts(
+            prompt_tokens=self.prompt_tokens,
+            generation_tokens=self.generation_tokens,
+            finished=self.finished,
+            http={f"{method} {route} {status}": count for (method, route, status), count in self.http.items()},
+            histograms=[(histogram.counts, histogram.total) for histogram in self._histograms],
+        )
+
+    def _others(self) -> Iterator[Counts]:
+        for path in sorted(self._shared.glob("metrics-*[0-9]")) if self._shared is not None else ():
+            if path != self._own_file:
+                yield msgspec.msgpack.decode(path.read_bytes(), type=Counts)
 
     def _counter(self, name: str, documentation: str, value: float) -> Metric:
         family = CounterMetricFamily(f"rose:{name}", documentation, labels=["model_name"])

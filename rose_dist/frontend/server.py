@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import uvicorn
 import uvloop
@@ -22,13 +23,13 @@ from rose_dist.frontend.api.service import Service
 from rose_dist.frontend.config import FrontendConfig
 from rose_dist.frontend.engine_client import EngineClient
 from rose_dist.frontend.errors import UnavailableError
-from rose_dist.frontend.formats.choose import choose_format
+from rose_dist.frontend.formats.choose import choose_format, load_codec
 from rose_dist.frontend.metrics import Metrics
-from rose_dist.frontend.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
+_PUBLISH_S = 0.5
 _GRACE_S = 2
 """How long cancelled streams get to tell their clients."""
 
@@ -44,21 +45,24 @@ def die_with_parent(parent_pid: int) -> None:
         sys.exit(f"The process {parent_pid} that started this frontend is gone")
 
 
-def serve(config: FrontendConfig, leaders: Sequence[str], listen_socket: socket.socket) -> None:
+def serve(
+    config: FrontendConfig, leaders: Sequence[str], listen_socket: socket.socket, *, shared: Path | None = None
+) -> None:
     """Serve until SIGTERM or SIGINT, then drain, tell every leader to shut down, and return.
 
     Args:
         leaders: ZMQ addresses of the leaders' ROUTER sockets, by data-parallel rank.
         listen_socket: a bound TCP socket.
+        shared: as in `LaunchSpec`.
 
     Raises:
         TokenizerError, FormatError: the checkpoint's files can't be used.
     """
-    tokenizer = Tokenizer(config.model_path)
+    tokenizer = load_codec(config.model_path)
     chat_format = choose_format(config.chat_format, tokenizer, template_path=config.chat_template)
     client = EngineClient(leaders)
-    metrics = Metrics(config.name, client.leaders)
-    service = Service(config, tokenizer, chat_format, client, metrics)
+    metrics = Metrics(config.name, client.leaders, shared)
+    service = Service(config, tokenizer, chat_format, client, metrics, shared)
     gc.collect()
     gc.freeze()  # what lives as long as the process
     gc.set_threshold(20_000, 20, 50)  # decoded outputs are many and short-lived; the default costs a tenth of the time
@@ -93,13 +97,22 @@ async def _serve(service: Service, listen_socket: socket.socket) -> None:
     service.client.open()
     serving = asyncio.create_task(server.serve(sockets=[listen_socket]))
     stopping = asyncio.create_task(stop.wait())
+    publishing = asyncio.create_task(_publish(service.metrics))
     await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set():
         await _drain(service)
     service.client.close(shutdown=True)
     server.should_exit = True
     stopping.cancel()
+    publishing.cancel()
+    service.metrics.publish()
     await serving
+
+
+async def _publish(metrics: Metrics) -> None:
+    while True:
+        metrics.publish()
+        await asyncio.sleep(_PUBLISH_S)
 
 
 def _on_signal(service: Service, stop: asyncio.Event) -> None:

@@ -17,6 +17,8 @@ class StopMatcher:
         self._held = ""
         self.matched: str | None = None
         """The stop string that ended the text."""
+        self.rest = ""
+        """What was fed together with a match and comes after it."""
 
     def feed(self, text: str) -> str:
         """The text that may be shown now. Nothing after a match."""
@@ -25,7 +27,8 @@ class StopMatcher:
         text = self._held + text
         ends = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         if ends:
-            _, start, self.matched = min(ends)
+            end, start, self.matched = min(ends)
+            self.rest = text[end:]
             self._held = ""
             return text[:start]
         shown = len(text) - self._beginning_at_end(text)

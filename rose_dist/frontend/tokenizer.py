@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -44,7 +45,48 @@ class Detokenizer:
         return self._decode(b"", True)
 
 
-class Tokenizer:
+class TextCodec(ABC):
+    """Text and ids of one vocabulary, as the API needs them."""
+
+    token_bytes: list[bytes]
+    """Bytes of every id; ids that the vocabulary lacks are empty."""
+    eos_ids: frozenset[int]
+    """Ids that end a text or a turn."""
+
+    def __init__(self, token_bytes: list[bytes], special_ids: Iterable[int]) -> None:
+        self.token_bytes = token_bytes
+        self._visible_bytes = list(token_bytes)
+        for special in special_ids:
+            self._visible_bytes[special] = b""
+
+    @abstractmethod
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Ids of `text` as ordinary text; control tokens written out in it stay text.
+
+        With `add_special_tokens`, what the tokenizer itself puts around a text (often a first token) is added.
+        """
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.token_bytes)
+
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """Text of ids, with special tokens only if `special`."""
+        table = self.token_bytes if special else self._visible_bytes
+        return b"".join(table[i] for i in ids if i < len(table)).decode("utf-8", "replace")
+
+    def token_text(self, token_id: int) -> str:
+        """One token's text as log probabilities show it; bytes that are no whole character become U+FFFD."""
+        return self.token_bytes[token_id].decode("utf-8", "replace")
+
+    def detokenizer(self) -> Detokenizer:
+        """Special tokens have no text in it."""
+        return Detokenizer(self._visible_bytes)
+
+
+class Tokenizer(TextCodec):
+    """The codec of a checkpoint's `tokenizer.json`."""
+
     def __init__(self, directory: Path) -> None:
         """
         Args:
@@ -67,23 +109,16 @@ class Tokenizer:
         added = self._full.get_added_tokens_decoder()
         self.added: dict[str, int] = {token.content: token_id for token_id, token in added.items()}
         """Text of every added token, special or not, and its id."""
-        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.control = {token.content: token_id for token_id, token in added.items() if _is_control(token)}
         """Added tokens that only a template may write."""
         self._true_ids = {
             plain: self.added[token.content] for plain, token in self._plain.get_added_tokens_decoder().items()
         }
-        self.token_bytes = _token_bytes(self._full, path)
-        """Bytes of every id; ids that the vocabulary lacks are empty."""
-        self._visible_bytes = list(self.token_bytes)
-        for special in self.special_ids:
-            self._visible_bytes[special] = b""
+        special_ids = [token_id for token_id, token in added.items() if token.special]
+        super().__init__(_token_bytes(self._full, path), special_ids)
+        self.eos_ids = self._named_eos_ids()
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Ids of `text` as ordinary text; control tokens written out in it stay text.
-
-        With `add_special_tokens`, what the tokenizer itself puts around a text (often a first token) is added.
-        """
         encoding = self._plain.encode(text, add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return [self._true_ids.get(i, i) for i in ids] if self._true_ids else ids
@@ -93,29 +128,20 @@ class Tokenizer:
         ids: list[int] = self._full.encode(text, add_special_tokens=False).ids
         return ids
 
-    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Text of ids, with special tokens only if `special`."""
-        table = self.token_bytes if special else self._visible_bytes
-        return b"".join(table[i] for i in ids if i < len(table)).decode("utf-8", "replace")
-
-    def token_text(self, token_id: int) -> str:
-        """One token's text as log probabilities show it; bytes that are no whole character become U+FFFD."""
-        return self.token_bytes[token_id].decode("utf-8", "replace")
-
-    def detokenizer(self, *, special: bool = False) -> Detokenizer:
-        return Detokenizer(self.token_bytes if special else self._visible_bytes)
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self.token_bytes)
+    def visible_with(self, shown: Iterable[str]) -> list[bytes]:
+        """The table for a `Detokenizer` that also shows these added tokens, special or not."""
+        table = list(self._visible_bytes)
+        for token in shown:
+            if token in self.added:
+                table[self.added[token]] = token.encode()
+        return table
 
     @cached_property
     def control_pattern(self) -> re.Pattern[str]:
         """Matches a control token written out; longer ones first."""
         return re.compile("|".join(map(re.escape, sorted(self.control, key=len, reverse=True))) or "(?!)")
 
-    @cached_property
-    def eos_ids(self) -> frozenset[int]:
+    def _named_eos_ids(self) -> frozenset[int]:
         """Every id that the checkpoint's files name as an end of a turn."""
         ids: set[int] = set()
         for name in ("generation_config.json", "config.json"):

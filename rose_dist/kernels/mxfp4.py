@@ -22,8 +22,8 @@ SCALE_NAN = 255
 
 _MAX_EXPONENT = 2  # floor(log2(6)), emax of E2M1
 _MIN_SCALE_EXPONENT = -SCALE_BIAS
-_MAX_SCALE_EXPONENT = 127
 _CHUNK_BYTES = 1 << 20  # bounds the gather's temporary indices
+_CHUNK_BLOCKS = 1 << 16  # bounds the encoder's temporaries
 
 
 def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -56,24 +56,31 @@ def quantize_mxfp4(x: torch.Tensor, *, search: bool = False) -> tuple[torch.Tens
     """
     if x.shape[-1] % BLOCK:
         raise ValueError(f"MXFP4 needs a last dimension that is a multiple of {BLOCK}, got {list(x.shape)}")
-    values = x.float().reshape(*x.shape[:-1], -1, BLOCK)
-    peak = values.abs().amax(-1)
+    groups = (*x.shape[:-1], x.shape[-1] // BLOCK)
+    parts = [_quantize_blocks(part.float(), search) for part in torch.split(x.reshape(-1, BLOCK), _CHUNK_BLOCKS)]
+    blocks, scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return blocks.view(*groups, BLOCK // 2), scales.view(groups)
+
+
+def _quantize_blocks(x: torch.Tensor, search: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [blocks, 32] to u8 [blocks, 16] and u8 [blocks]."""
+    magnitudes = x.abs()
+    peak = magnitudes.amax(-1)
     finite = peak.isfinite()
-    if not finite.all():
-        values = torch.where(finite[..., None], values, 0.0)
-        peak = torch.where(finite, peak, 0.0)
-    exponent = torch.frexp(peak).exponent - 1 - _MAX_EXPONENT
-    exponent = torch.where(peak > 0, exponent, _MIN_SCALE_EXPONENT).clamp(_MIN_SCALE_EXPONENT, _MAX_SCALE_EXPONENT)
-    index = _round_magnitudes(values, exponent)
+    peak = torch.where(finite, peak, 0.0)
+    exponent = torch.where(peak > 0, torch.frexp(peak).exponent - 1 - _MAX_EXPONENT, _MIN_SCALE_EXPONENT)
+    exponent = exponent.clamp(min=_MIN_SCALE_EXPONENT)
+    magnitudes = magnitudes * _power_of_two(-exponent)[:, None]
+    index = _round_magnitudes(magnitudes)
     if search:
-        larger = (exponent + 1).clamp(max=_MAX_SCALE_EXPONENT)
-        candidate = _round_magnitudes(values, larger)
-        better = 4 * _squared_error(values, candidate, larger) < _squared_error(values, index, exponent)
-        exponent = torch.where(better, larger, exponent)
-        index = torch.where(better[..., None], candidate, index)
-    codes = index | (torch.signbit(values).to(torch.uint8) << 3)
+        halves = magnitudes * 0.5
+        candidate = _round_magnitudes(halves)
+        better = 4 * _squared_error(halves, candidate) < _squared_error(magnitudes, index)
+        exponent += better
+        index = torch.where(better[:, None], candidate, index)
+    codes = torch.where(finite[:, None], index.to(torch.uint8), 0) | (torch.signbit(x).to(torch.uint8) << 3)
     scales = torch.where(finite, exponent + SCALE_BIAS, SCALE_NAN).to(torch.uint8)
-    return codes[..., 0::2] | (codes[..., 1::2] << 4), scales
+    return codes[:, 0::2] | (codes[:, 1::2] << 4), scales
 
 
 @cache
@@ -105,27 +112,19 @@ def _decode_scales(scales: torch.Tensor) -> torch.Tensor:
     return torch.where(scales == SCALE_NAN, 0x7FC0_0000, bits).int().view(torch.float32)
 
 
-def _scaled(values: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    """values · 2^−exponent in two exact steps, because 2^−exponent alone can leave float32's range."""
-    half = torch.div(exponent, 2, rounding_mode="floor")
-    return values * _power_of_two(-half)[..., None] * _power_of_two(half - exponent)[..., None]
-
-
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     """2^exponent in float32 from its bits, for −126 ≤ exponent ≤ 127; exp2 may be off by a unit in the last place."""
     return ((exponent + 127) << 23).view(torch.float32)
 
 
-def _round_magnitudes(values: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    """Indices u8 into `MAGNITUDES` nearest to |values| / 2^exponent; a tie goes to the even index."""
+def _round_magnitudes(magnitudes: torch.Tensor) -> torch.Tensor:
+    """Indices int32 into `MAGNITUDES` of the nearest; a tie goes to the even index."""
     midpoints = [(a + b) / 2 for a, b in pairwise(MAGNITUDES)]
     # bucketize counts the bounds below the value; a bound under an odd midpoint lets the midpoint itself go up.
     bounds = [m if i % 2 == 0 else float(np.nextafter(np.float32(m), np.float32(0))) for i, m in enumerate(midpoints)]
-    magnitudes = _scaled(values, exponent).abs().contiguous()
-    return torch.bucketize(magnitudes, values.new_tensor(bounds), out_int32=True).to(torch.uint8)
+    return torch.bucketize(magnitudes, magnitudes.new_tensor(bounds), out_int32=True)
 
 
-def _squared_error(values: torch.Tensor, index: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    """Sum over each block, in units of its scale's square, so that it neither over- nor underflows: [..., n/32]."""
-    rounded = values.new_tensor(MAGNITUDES)[index.int()]
-    return (_scaled(values, exponent).abs() - rounded).square().sum(-1)
+def _squared_error(magnitudes: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Of each block, in units of its scale's square: [blocks]."""
+    return (magnitudes - magnitudes.new_tensor(MAGNITUDES)[index]).square().sum(-1)

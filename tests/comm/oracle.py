@@ -147,16 +147,18 @@ def expected_rows(case: Case, layout: Layout, rank: int) -> list[list[tuple[int,
     received: list[list[tuple[int, int]]] = [[] for _ in place.expert_range(case.experts)]
     for replica in replicas:
         batch = Batch.of(case, replica)
-        for token in range(batch.live):
-            if layout.moe_mode == "data_parallel" and owner(layout, replica, token, batch.live) not in place.ep_members:
-                continue
+        for token in tokens_sent(layout, replica, batch.live, place.ep_members):
             for number in batch.routing.ids[token].tolist():
                 if number in place.expert_range(case.experts):
                     received[number - place.expert_range(case.experts).start].append((replica, token))
     return received
 
 
-def owner(layout: Layout, replica: int, token: int, live: int) -> int:
-    """The rank that sends a token: contiguous shares, the first ones longer."""
+def tokens_sent(layout: Layout, replica: int, live: int, senders: range) -> list[int]:
+    """The tokens of a replica that `senders` dispatch. Data-parallel experts: the TP ranks have contiguous shares, the
+    first ones longer; else every rank has them all.
+    """
+    if layout.moe_mode == "tensor_parallel":
+        return list(range(live))
     shares = torch.tensor_split(torch.arange(live), layout.tp)
-    return replica * layout.tp + next(index for index, share in enumerate(shares) if token in share)
+    return [t for index, share in enumerate(shares) if replica * layout.tp + index in senders for t in share.tolist()]

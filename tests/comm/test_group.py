@@ -57,9 +57,11 @@ def check_gathers(world: World, dtype: torch.dtype) -> None:
     assert (gathered is not None) == (world.rank == root)
     for got, part in zip(gathered or [], parts, strict=False):
         assert torch.equal(got, part)
-    tensor = parts[world.rank].clone()
-    group.broadcast(tensor, root)
-    assert torch.equal(tensor, parts[root])
+    for tensor, expected in ((parts[world.rank].clone(), parts[root]), (torch.tensor(world.rank), torch.tensor(root))):
+        group.broadcast(tensor, root)
+        assert torch.equal(tensor, expected)
+    empty = group.gather(torch.empty(0, 7, dtype=dtype), root)
+    assert empty is None or [part.shape for part in empty] == [(0, 7)] * world.size
 
 
 @pytest.mark.mpi(4)

@@ -28,6 +28,11 @@ rank = int(os.environ["PMIX_RANK"])
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
 if behaviour == "never joins" and rank == 1:
     time.sleep(60)
+if behaviour == "raise outside with":
+    world = World.join()
+    if world.rank == 1:
+        raise ValueError("the weights are wrong")
+    world.group.barrier()
 limit = 3 if behaviour in ("never joins", "late for groups") else 60
 with World.join(timeout=limit, log_dir=folder if behaviour == "log" else None) as world:
     with world.stage("load weights"):
@@ -66,6 +71,7 @@ with World.join(timeout=limit, log_dir=folder if behaviour == "log" else None) a
 
 FAILURES = {
     "raise": r"\[1@{host}\] rank 1, stage 'load weights': ValueError: the weights are wrong",
+    "raise outside with": r"\[1@{host}\] rank 1, stage 'start': ValueError: the weights are wrong",
     "raise in a thread": r"\[1@{host}\] rank 1, stage 'load weights': ValueError: the weights are wrong",
     "abort": r"\[1@{host}\] rank 1, stage 'load weights': no memory left",
     "exit code": r"\[1@{host}\] rank 1, stage 'load weights': SystemExit: 3",

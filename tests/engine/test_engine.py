@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -174,3 +175,21 @@ def test_closing_the_iterator_cancels_and_frees(tiny: Path) -> None:
     assert not runner.engine.scheduler.has_work
     assert runner.engine.scheduler.kv.used_blocks == 0
     assert runner.tokens([greedy("c", random_prompt(9, 3), 4)])["c"] == reference_greedy(tiny, random_prompt(9, 3), 4)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": [1, 500]},
+        {"prompt": [-1]},
+        {"stop_ids": [500]},
+        {"sampling": SamplingParams(logit_bias={1000: 1.0})},
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused(tiny: Path, fields: dict[str, Any]) -> None:
+    request = Generate(**{"request_id": "r", "prompt": [1, 2], "sampling": GREEDY, "max_tokens": 2} | fields)
+    runner = Runner(tiny)
+    (output,) = runner.run([request])["r"]
+    assert output.finish == "error"
+    assert "0 to 499" in (output.error or "")
+    assert len(runner.tokens([greedy("next", [1, 2], 2)])["next"]) == 2

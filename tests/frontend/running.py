@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -19,6 +19,7 @@ import msgspec
 import openai
 
 from rose_dist.frontend.config import FrontendConfig, LaunchSpec
+from rose_dist.frontend.sockets import listening_sockets
 from tests.frontend.stub_engine import StubConfig
 
 STUB = Path(__file__).with_name("stub_engine.py")
@@ -27,9 +28,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Frontend:
-    process: subprocess.Popen[bytes]
+    processes: list[subprocess.Popen[bytes]]
     stubs: list[subprocess.Popen[str]]
     port: int
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        return self.processes[0]
 
     @property
     def url(self) -> str:
@@ -95,31 +100,51 @@ def start_stub(config: StubConfig) -> tuple[subprocess.Popen[str], str]:
 def start_frontend(
     config: FrontendConfig, leaders: list[str], *, log: Any = None
 ) -> tuple[subprocess.Popen[bytes], int]:
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", 0))
-        spec = LaunchSpec(config=config, leaders=leaders, listen_fd=listener.fileno(), parent_pid=os.getpid())
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rose_dist.frontend", msgspec.json.encode(spec).decode()],
-            pass_fds=[listener.fileno()],
-            env=environment(),
-            stderr=log,
+    (process,), port = start_frontends(config, leaders, count=1, log=log)
+    return process, port
+
+
+def start_frontends(
+    config: FrontendConfig, leaders: list[str], *, count: int, log: Any = None, shared: Path | None = None
+) -> tuple[list[subprocess.Popen[bytes]], int]:
+    processes = []
+    listeners = listening_sockets("127.0.0.1", 0, count)
+    port = listeners[0].getsockname()[1]
+    for listener in listeners:
+        spec = LaunchSpec(
+            config=config,
+            leaders=leaders,
+            listen_fd=listener.fileno(),
+            parent_pid=os.getpid(),
+            shared=str(shared) if shared else None,
         )
-        return process, listener.getsockname()[1]
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "rose_dist.frontend", msgspec.json.encode(spec).decode()],
+                pass_fds=[listener.fileno()],
+                env=environment(),
+                stderr=log,
+            )
+        )
+        listener.close()
+    return processes, port
 
 
 @contextlib.contextmanager
 def running(
-    config: FrontendConfig, stubs: Sequence[StubConfig], *, log: Any = None, wait: bool = True
+    config: FrontendConfig, stubs: Sequence[StubConfig], *, log: Any = None, wait: bool = True, count: int = 1
 ) -> Iterator[Frontend]:
     started = [start_stub(stub) for stub in stubs]
-    process, port = start_frontend(config, [address for _, address in started], log=log)
-    frontend = Frontend(process, [stub for stub, _ in started], port)
-    try:
-        if wait:
-            frontend.wait_until_ready()
-        yield frontend
-    finally:
-        for child in [process, *frontend.stubs]:
-            child.kill()
-            child.wait()
+    leaders = [address for _, address in started]
+    with tempfile.TemporaryDirectory() as directory:
+        shared = Path(directory) if count > 1 else None
+        processes, port = start_frontends(config, leaders, count=count, log=log, shared=shared)
+        frontend = Frontend(processes, [stub for stub, _ in started], port)
+        try:
+            if wait:
+                frontend.wait_until_ready()
+            yield frontend
+        finally:
+            for child in [*processes, *frontend.stubs]:
+                child.kill()
+                child.wait()

@@ -82,6 +82,7 @@ class StubEngine:
         self._encoder = msgspec.msgpack.Encoder()
         self._running: dict[str, Running] = {}
         self._waiting: deque[Running] = deque()
+        self._clients: set[bytes] = set()
         self._stats = EngineStats(kv_blocks_total=1000)
         self._report = open(config.report, "a", buffering=1) if config.report else None  # noqa: SIM115
 
@@ -108,8 +109,11 @@ class StubEngine:
             if self._report is not None:
                 self._report.write(msgspec.json.encode(message).decode() + "\n")
             if isinstance(message, Shutdown):
-                return False
-            if isinstance(message, Hello):
+                self._clients.discard(identity)
+                if not self._clients:  # every frontend has drained
+                    return False
+            elif isinstance(message, Hello):
+                self._clients.add(identity)
                 self._send(identity, self._ready())
             elif isinstance(message, Cancel):
                 self._cancel(identity, message.request_id)
@@ -154,8 +158,8 @@ class StubEngine:
             outputs.setdefault(running.identity, []).append(output)
             if output.finish is not None:
                 del self._running[request_id]
-        for identity, items in outputs.items():
-            self._send_outputs(identity, items)
+        for identity in self._clients:
+            self._send_outputs(identity, outputs.get(identity, []))
 
     def _advance(self, running: Running) -> Output:
         start = running.position

@@ -62,8 +62,18 @@ CASES = [
     Case("chat", {"stop": ["x"] * 17}, 400, "stop", "at most 16"),
     Case("chat", {"top_logprobs": 2}, 400, "top_logprobs", "logprobs"),
     Case("chat", {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "<= 20"),
-    Case("chat", {"tool_choice": "required"}, 400, "tool_choice", "auto"),
-    Case("chat", {"response_format": {"type": "json_object"}}, 400, "response_format", "text"),
+    Case("chat", {"tool_choice": "required"}, 400, "tool_choice", "auto.*on offer: none"),
+    Case("chat", {"tool_choice": {"type": "function", "function": {"name": "f"}}}, 400, "tool_choice", "allowed"),
+    Case("chat", {"tool_choice": 5}, 400, "tool_choice", "got `int`"),
+    Case("chat", {"response_format": {"type": "xml"}}, 400, "response_format", "json_object"),
+    Case("chat", {"response_format": {"type": "json_schema"}}, 400, "response_format", "json_schema"),
+    Case(
+        "chat",
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}},
+        400,
+        "response_format",
+        "can't be enforced",
+    ),
     Case(
         "chat", {"tools": [{"type": "function", "function": {"name": "a b"}}]}, 400, "tools[0].function.name", "1 to 64"
     ),

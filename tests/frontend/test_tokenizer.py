@@ -8,7 +8,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose_dist.frontend.tokenizer import Tokenizer, TokenizerError
+from rose_dist.frontend.tokenizer import Detokenizer, Tokenizer, TokenizerError
 from tests.frontend.checkpoint import SPECIAL, TAGS
 
 
@@ -34,7 +34,7 @@ def test_streamed_text_is_the_whole_text(tokenizer: Tokenizer, ids: list[int]) -
     library = tokenizers.Tokenizer.from_file(str(tokenizer.directory / "tokenizer.json"))
     ids = [i for i in ids if i < tokenizer.vocab_size]
     for special in (False, True):
-        stream = tokenizer.detokenizer(special=special)
+        stream = Detokenizer(tokenizer.token_bytes) if special else tokenizer.detokenizer()
         pieces = [stream.feed(i) for i in ids]
         text = "".join([*pieces, stream.finish()])
         assert text == tokenizer.decode(ids, special=special)

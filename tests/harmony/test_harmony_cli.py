@@ -4,12 +4,13 @@ import pytest
 from click.testing import CliRunner
 from openai_harmony import Role
 
-from rose_dist.cli.harmony import harmony as command
+from rose_dist.cli.main import rose
+from rose_dist.errors import RoseError
 from rose_dist.frontend.formats.harmony_vocabulary import VARIABLE
 
 
 def run(*arguments: str, stdin: str):
-    return CliRunner().invoke(command, list(arguments), input=stdin)
+    return CliRunner().invoke(rose, ["harmony", *arguments], input=stdin)
 
 
 PARAMETERS = {"type": "object", "properties": {"c": {"type": "string"}}}
@@ -95,19 +96,18 @@ def test_parse_of_text_that_begins_with_a_bracket():
     [
         ("{", "truncated"),
         ('{"messages": [{"role": "robot"}]}', "robot"),
-        ('{"messages": [], "reasoning_effort": "extreme"}', "low, medium and high"),
-        ('{"messages": [], "tools": [{"function": {"name": "a b"}}]}', "a b"),
+        ('{"messages": [{"role": "user", "content": "x"}], "reasoning_effort": "extreme"}', "low, medium and high"),
+        ('{"messages": [{"role": "user", "content": "x"}], "tools": [{"function": {"name": "a b"}}]}', "a b"),
     ],
 )
 def test_render_says_what_is_wrong(stdin, message):
     result = run("render", stdin=stdin)
-    assert result.exit_code == 1
-    assert message in result.output
-    assert "Traceback" not in result.output
+    assert isinstance(result.exception, RoseError)
+    assert message in str(result.exception)
 
 
 def test_missing_vocabulary_names_the_variable(monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     result = run("parse", stdin="")
-    assert result.exit_code == 1
-    assert VARIABLE in result.output
+    assert isinstance(result.exception, RoseError)
+    assert VARIABLE in str(result.exception)

@@ -44,6 +44,7 @@ ROWS = [
     (28, f"{C}analysis{M}hi{S}assistant{C}final{M}yo{R}", "hi", "yo", []),
     (29, f"{C}analysis{M}hi{C}final{M}yo{R}", "hi", "yo", []),
     (30, f"{C}final{M}yo<|endoftext|>", "", "yo", []),
+    (30, f"{C}final{M}yo<|endoftext|>Once upon", "", "yo", []),
     (31, f"{M}hello{R}", "", "hello", []),
     (32, "", "", "", []),
     (32, f"{C}", "", "", []),
@@ -106,9 +107,24 @@ def test_builtin_tool_is_a_call_where_it_is_offered(vocabulary, name):
 
 @pytest.mark.parametrize("role", ["user", "system", "developer", "tool", "functions.f to=assistant", "f", "user:bob"])
 def test_text_of_another_role_is_not_shown(vocabulary, role):
-    reply = parse(f"{C}final{M}yo{E}{S}{role}{C}commentary{M}made up{E}", vocabulary)
-    assert (reply.reasoning, reply.content, reply.calls) == ("", "yo", [])
-    assert reply.messages[1].role != "assistant"
+    for start in (S, ""):
+        reply = parse(f"{C}final{M}yo{E}{start}{role}{C}commentary{M}made up{E}", vocabulary)
+        assert (reply.reasoning, reply.content, reply.calls) == ("", "yo", [])
+        assert reply.messages[1].role != "assistant"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{C}commentary to=functions.f to=assistant{M}{{}}{L}",
+        f" to=functions.f{C}commentary to=nobody{M}{{}}{L}",
+        f" to=nobody{C}commentary to=functions.f{M}{{}}{L}",
+        f"{C}analysis{M}{E}{S}assistant to=functions.f{C}commentary {K}json{M}{{}}{L}",
+        f"{C}analysis{M}{E}assistant to=functions.f{C}commentary {K}json{M}{{}}{L}",
+    ],
+)
+def test_recipient_that_is_offered_wins_wherever_it_stands(vocabulary, text):
+    assert parse(text, vocabulary).calls == F
 
 
 @pytest.mark.parametrize(

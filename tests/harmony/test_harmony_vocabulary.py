@@ -126,5 +126,10 @@ def test_encode_and_decode(vocabulary, library, text):
 def test_long_runs_are_cut_and_other_text_is_not(vocabulary, library):
     prose = "The quick brown fox jumps over 13 lazy dogs. " * 300
     assert vocabulary.encode(prose) == library.encode(prose)
+    letters = "abcdefghijklmnopqrstuvwxyz" * 300
+    assert vocabulary.encode(f"x {letters}") == [
+        *library.encode(f"x {letters[:4096]}"),
+        *library.encode(letters[4096:]),
+    ]
     for text in ("a" * 10_000, " " * 10_000, "東" * 9_000 + " x"):
         assert vocabulary.decode(vocabulary.encode(text)) == text

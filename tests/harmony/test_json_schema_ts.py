@@ -1,11 +1,16 @@
 """JSON schema to TypeScript: openai-harmony's layout where it is right, and the types that it can't render."""
 
+from contextlib import suppress
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from openai_harmony import DeveloperContent, Message, Role, ToolDescription
 
 from rose_dist.frontend.formats.base import FormatError, Tool
 from rose_dist.frontend.formats.harmony_prompt import developer_text
 from rose_dist.frontend.formats.json_schema_ts import parameters_to_typescript
+from rose_dist.frontend.grammar import arguments_part
 
 
 def _property(schema: dict, **root: object) -> str:
@@ -115,6 +120,21 @@ def test_exponential_references_are_refused():
         parameters_to_typescript({"$ref": "#/$defs/d0", "$defs": definitions})
 
 
+@pytest.mark.parametrize("place", ["description", "title", "enum", "const"])
+def test_references_to_a_large_definition_are_refused(place):
+    large = "x" * 100_000
+    definition = {place: [large] if place == "enum" else large}
+    properties = {f"p{i}": {"$ref": "#/$defs/large"} for i in range(1000)}
+    with pytest.raises(FormatError, match="fewer references"):
+        parameters_to_typescript({"properties": properties, "$defs": {"large": definition}})
+
+
+def test_many_large_tools_are_refused():
+    tools = [Tool(name=f"f{i}", description="x" * 100_000) for i in range(30)]
+    with pytest.raises(FormatError, match="2000000 characters"):
+        developer_text("", tools, None)
+
+
 def test_deep_nesting_ends():
     schema: dict = STRING
     for _ in range(500):
@@ -185,3 +205,33 @@ def test_layout_is_the_librarys_where_it_is_right(vocabulary, library):
     assert f"<|start|>developer<|message|>{developer_text('Be brief.', tools, None)}<|end|>" == vocabulary.decode(
         theirs
     )
+
+
+keywords = st.sampled_from(
+    ["type", "properties", "items", "anyOf", "allOf", "$ref", "$defs", "enum", "required", "description", "default"]
+)
+atoms = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 10)
+    | st.text(max_size=5)
+    | st.sampled_from(["object", "array", "string", "#", "#/$defs/x", "#/properties/x"])
+)
+json_values = st.recursive(
+    atoms,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keywords | st.text(max_size=4), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.dictionaries(keywords | st.text(max_size=4), json_values, max_size=5))
+def test_any_json_object_is_rendered_or_refused(schema):
+    """Clients send what they like."""
+    tool = Tool(name="f", description="D", parameters=schema)
+    with suppress(FormatError):
+        text = developer_text("", [tool], None)
+        assert text.startswith("# Tools\n\n## functions\n\nnamespace functions {\n\n// D\ntype f = (")
+        assert text.endswith(") => any;\n\n} // namespace functions")
+    with suppress(FormatError):
+        arguments_part("arguments", tool)

@@ -43,7 +43,7 @@ class Local(AllToAll):
     ) -> LocalHandle:
         live = check_dispatch(self.config, x, routing, scales, rows)
         handle = LocalHandle(self, routing, x.shape[0], live)
-        handle.packing = Packing.of(routing.ids[:live].numpy(), self.local_experts)
+        handle.packing = Packing.of(routing, live, self.config.num_experts, self.local_experts)
         index = torch.from_numpy(handle.packing.tokens)
         handle.x = x.index_select(0, index)
         handle.scales = None if scales is None else scales.index_select(0, index)

@@ -55,8 +55,12 @@ class Mpi(AllToAll):
         self.local_experts = even_split(config.num_experts, group.size, group.rank)
         self.rows_sent = 0
         shares = [even_split(config.num_experts, group.size, rank) for rank in range(group.size)]
-        self._expert_counts = [len(share) for share in shares]
-        self._first_experts = [share.start for share in shares]
+        self._width = len(shares[0])
+        self._columns = np.concatenate(
+            [np.arange(len(share)) + rank * self._width for rank, share in enumerate(shares)]
+        )
+        """Where each expert stands in rows of one width a rank."""
+        self._sources = np.tile(np.arange(len(self.local_experts)), group.size)
 
     def dispatch_send(
         self,
@@ -68,10 +72,12 @@ class Mpi(AllToAll):
     ) -> MpiHandle:
         live = check_dispatch(self.config, x, routing, scales, rows)
         handle = MpiHandle(self, routing, x.shape[0], live)
-        handle.packing = packing = Packing.of(routing.ids[:live].numpy(), range(self.config.num_experts))
-        handle.counts = self._exchange_counts(packing.counts)
-        borders = starts(packing.counts)
-        handle.sent = np.diff(borders[self._first_experts], append=borders[-1]).tolist()
+        experts = range(self.config.num_experts)
+        handle.packing = packing = Packing.of(routing, live, self.config.num_experts, experts)
+        counts = np.zeros((self.group.size, self._width), np.int64)
+        counts.ravel()[self._columns] = packing.counts
+        handle.counts = self.group.all_to_all_integers(counts)[:, : len(self.local_experts)]
+        handle.sent = counts.sum(1).tolist()
         handle.received = handle.counts.sum(1).tolist()
         self.rows_sent += sum(handle.sent) - handle.sent[self.group.rank]
         index = torch.from_numpy(packing.tokens)
@@ -82,19 +88,12 @@ class Mpi(AllToAll):
         )
         return handle
 
-    def _exchange_counts(self, counts: Int64Array) -> Int64Array:
-        """This rank's rows for every expert to all ranks' rows for this rank's experts, [ranks, local experts]."""
-        mine = len(self.local_experts)
-        received = torch.empty(self.group.size * mine, dtype=torch.int64)
-        self.group.all_to_all_rows(torch.from_numpy(counts), self._expert_counts, received, [mine] * self.group.size)
-        result: Int64Array = received.numpy().reshape(self.group.size, mine)
-        return result
-
     def dispatch_recv(self, handle: Handle) -> Dispatched:
         assert isinstance(handle, MpiHandle)
         handle.enter(self, "dispatch_recv")
         handle.request.Wait()
-        handle.order = torch.from_numpy(expert_order(handle.counts))
+        experts = np.repeat(self._sources, handle.counts.ravel())
+        handle.order = torch.from_numpy(experts.argsort(kind="stable"))
         x, scales = split_rows(handle.incoming.index_select(0, handle.order), self.config)
         counts = handle.counts.sum(0)
         return Dispatched(
@@ -110,7 +109,7 @@ class Mpi(AllToAll):
         assert isinstance(handle, MpiHandle)
         check_combine(self.config, expert_out, dispatched.x.shape[0])
         handle.enter(self, "combine_send")
-        handle.outgoing = torch.empty_like(expert_out).index_copy_(0, handle.order, expert_out)
+        handle.outgoing = expert_out.new_empty(expert_out.shape).index_copy_(0, handle.order, expert_out)
         handle.incoming = expert_out.new_empty(sum(handle.sent), self.config.hidden)
         handle.request = self.group.start_all_to_all_rows(
             handle.outgoing, handle.received, handle.incoming, handle.sent
@@ -124,14 +123,6 @@ class Mpi(AllToAll):
         handle.request.Wait()
         weights = handle.routing.weights[: handle.live]
         write_out(weighted_sum(handle.incoming, handle.packing.slots, weights), out, handle.live, accumulate)
-
-
-def expert_order(counts: Int64Array) -> Int64Array:
-    """[ranks, experts] rows received, by rank and then by expert, to the index that puts them by expert, then rank."""
-    lengths = counts.T.ravel()
-    received = starts(counts.ravel())[:-1].reshape(counts.shape).T.ravel()
-    packed = starts(lengths)
-    return np.repeat(received - packed[:-1], lengths) + np.arange(packed[-1])
 
 
 def join_rows(x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:

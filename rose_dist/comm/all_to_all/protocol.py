@@ -45,7 +45,9 @@ class AllToAllConfig:
 
 @dataclass(frozen=True)
 class Routing:
-    """Where each token goes. An id may appear twice in a row: both weights count."""
+    """Where each token goes. An id may appear twice in a row: both weights count. The tensors must stay unchanged until
+    `combine` is done.
+    """
 
     ids: torch.Tensor
     """[tokens, top_k] int32, expert ids; −1: skip, whatever the weight is."""
@@ -98,8 +100,9 @@ class Dispatched:
 
 
 class AllToAll(Protocol):
-    """Dispatch and combine for one layer after another. All ranks of the group make the same calls in the same order,
-    from one thread; a rank without tokens gives `x` of shape [0, hidden]. Two dispatches may be in flight.
+    """Dispatch and combine; one object serves all layers of a model. All ranks of the group make the same calls in the
+    same order, from one thread; a rank without tokens gives `x` of shape [0, hidden]. Several dispatches may be in
+    flight.
 
     Every rank of a TP group gives the same tokens and gets all their results.
     """

@@ -9,16 +9,22 @@ from starlette.types import ASGIApp
 from rose_dist.frontend.api.chat import ChatCompletions
 from rose_dist.frontend.api.completions import Completions
 from rose_dist.frontend.api.gateway import Gateway
+from rose_dist.frontend.api.responses import Responses
 from rose_dist.frontend.api.service import Service
 from rose_dist.frontend.api.status import Status
 
 
 def build_app(service: Service) -> ASGIApp:
     status = Status(service)
+    responses = Responses(service)
     router = Router(
         routes=[
             Route("/v1/chat/completions", ChatCompletions(service), methods=["POST"]),
             Route("/v1/completions", Completions(service), methods=["POST"]),
+            Route("/v1/responses", responses, methods=["POST"]),
+            Route("/v1/responses/{response_id}", responses.retrieve),
+            Route("/v1/responses/{response_id}", responses.delete, methods=["DELETE"]),
+            Route("/v1/responses/{response_id}/cancel", responses.cancel, methods=["POST"]),
             Route("/v1/models", status.models),
             Route("/v1/models/{name:path}", status.model),
             Route("/health", status.health),

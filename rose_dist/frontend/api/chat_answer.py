@@ -8,12 +8,13 @@ from msgspec import UNSET
 
 from rose_dist.engine.protocol import TokenLogprobs
 from rose_dist.frontend.api.exchange import Exchange, Step
-from rose_dist.frontend.api.http import encode_json
+from rose_dist.frontend.api.http import DONE, encode_json, error_events, event
 from rose_dist.frontend.api.service import Service, new_id, random_hex
 from rose_dist.frontend.choice import Choice
+from rose_dist.frontend.errors import ApiError
 from rose_dist.frontend.formats.base import TextDelta, ToolCallDelta
 from rose_dist.frontend.schema import chat as schema
-from rose_dist.frontend.tokenizer import Tokenizer
+from rose_dist.frontend.tokenizer import TextCodec
 
 _PLACEHOLDER = "\0"
 _ENCODED_PLACEHOLDER = encode_json(_PLACEHOLDER)
@@ -56,11 +57,14 @@ class ChatAnswer:
 
     def end(self) -> list[bytes]:
         if not self._include_usage:
-            return []
+            return [DONE]
         chunk = schema.ChatChunk(
             id=self._id, created=self._created, model=self._model, choices=[], usage=self._exchange.usage()
         )
-        return [b"data: " + encode_json(chunk) + b"\n\n"]
+        return [event(chunk), DONE]
+
+    def broken_off(self, error: ApiError) -> list[bytes]:
+        return error_events(error)
 
     def add(self, step: Step) -> None:
         for choice, deltas in step:
@@ -109,7 +113,7 @@ class ChatAnswer:
             choices=[choice],
             usage=None if self._include_usage else UNSET,
         )
-        return b"data: " + encode_json(chunk) + b"\n\n"
+        return event(chunk)
 
     def _text_event(self, index: int, delta: TextDelta) -> bytes:
         """As `_event`, from a chunk encoded once per choice and section with a placeholder for the text."""
@@ -154,9 +158,10 @@ class _Parts:
             last.arguments = f"{last.arguments}{arguments}"
 
 
-def _token_logprob(tokenizer: Tokenizer, token_id: int, entry: TokenLogprobs) -> schema.TokenLogprob:
-    top = [
-        schema.TopLogprob(tokenizer.token_text(i), logprob, list(tokenizer.token_bytes[i])) for i, logprob in entry.top
-    ]
-    token_bytes = list(tokenizer.token_bytes[token_id])
-    return schema.TokenLogprob(tokenizer.token_text(token_id), entry.logprob, token_bytes, top)
+def top_logprobs(codec: TextCodec, entry: TokenLogprobs) -> list[schema.TopLogprob]:
+    return [schema.TopLogprob(codec.token_text(i), logprob, list(codec.token_bytes[i])) for i, logprob in entry.top]
+
+
+def _token_logprob(codec: TextCodec, token_id: int, entry: TokenLogprobs) -> schema.TokenLogprob:
+    text, token_bytes = codec.token_text(token_id), list(codec.token_bytes[token_id])
+    return schema.TokenLogprob(text, entry.logprob, token_bytes, top_logprobs(codec, entry))

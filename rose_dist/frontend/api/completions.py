@@ -10,9 +10,10 @@ from starlette.types import Receive, Scope, Send
 
 from rose_dist.engine.protocol import Generate, TokenLogprobs
 from rose_dist.frontend.api.exchange import Exchange, Step, respond
-from rose_dist.frontend.api.http import encode_json, read_body
+from rose_dist.frontend.api.http import DONE, error_events, event, read_body
 from rose_dist.frontend.api.service import Service, decode_request, new_id, random_hex
 from rose_dist.frontend.choice import Choice
+from rose_dist.frontend.errors import ApiError
 from rose_dist.frontend.formats.base import TextDelta
 from rose_dist.frontend.formats.plain import PlainParser
 from rose_dist.frontend.schema.completions import (
@@ -38,11 +39,14 @@ class Completions:
         service.check_model(request)
         prompts = request.prompts()
         service.choices_within_limit(len(prompts) * request.choices)
-        encoded = [self._encode(request, prompt) for prompt in prompts]
+        encoded = await service.beside_the_loop(len(body), self._encode_all, request, prompts)
         exchange = self._start(scope, receive, request, encoded)
         heads = [self._head(request, prompt) for prompt in prompts for _ in range(request.choices)]
         answer = CompletionAnswer(service, request, exchange, heads)
         await respond(exchange, answer, scope, receive, send, stream=bool(request.stream))
+
+    def _encode_all(self, request: CompletionRequest, prompts: list[str | list[int]]) -> list[list[int]]:
+        return [self._encode(request, prompt) for prompt in prompts]
 
     def _encode(self, request: CompletionRequest, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -68,7 +72,9 @@ class Completions:
         for prompt in prompts:
             for choice in range(request.choices):
                 index = len(choices)
-                generates.append(request.generate(f"{base}-{index}", prompt, sampling, stop_ids, choice))
+                generates.append(
+                    request.generate(f"{base}-{index}", prompt, sampling, stop_ids=stop_ids, choice=choice)
+                )
                 parser = PlainParser(tokenizer.detokenizer())
                 choices.append(Choice(index, parser, stops=stops, hidden_stop_ids=frozenset(stop_ids)))
         return Exchange(self._service, scope, receive, request, generates=generates, choices=choices)
@@ -103,10 +109,13 @@ class CompletionAnswer:
 
     def end(self) -> list[bytes]:
         if not self._include_usage:
-            return []
+            return [DONE]
         chunk = self._completion([])
         chunk.usage = self._exchange.usage()
-        return [b"data: " + encode_json(chunk) + b"\n\n"]
+        return [event(chunk), DONE]
+
+    def broken_off(self, error: ApiError) -> list[bytes]:
+        return error_events(error)
 
     def add(self, step: Step) -> None:
         for choice, deltas in step:
@@ -136,7 +145,7 @@ class CompletionAnswer:
         choice = CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=finish_reason)
         chunk = self._completion([choice])
         chunk.usage = None if self._include_usage else UNSET
-        return b"data: " + encode_json(chunk) + b"\n\n"
+        return event(chunk)
 
     def _take_logprobs(self, choice: Choice) -> CompletionLogprobs:
         taken = choice.take_logprobs()

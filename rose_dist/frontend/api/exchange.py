@@ -10,7 +10,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from rose_dist.engine.protocol import Generate, Output
-from rose_dist.frontend.api.http import DONE, DisconnectWatch, EventStream, JsonResponse, error_event
+from rose_dist.frontend.api.http import DisconnectWatch, EventStream, JsonResponse
 from rose_dist.frontend.api.service import Service
 from rose_dist.frontend.choice import Choice, merged
 from rose_dist.frontend.errors import ApiError
@@ -31,7 +31,10 @@ class Answer(Protocol):
     def events(self, step: Step) -> list[bytes]: ...
 
     def end(self) -> list[bytes]:
-        """Events after the last output, before `[DONE]`."""
+        """Events after the last output."""
+
+    def broken_off(self, error: ApiError) -> list[bytes]:
+        """Events that tell of an error in a stream that has already begun."""
 
     def add(self, step: Step) -> None:
         """Collect for `whole`."""
@@ -47,7 +50,7 @@ class Exchange:
         self,
         service: Service,
         scope: Scope,
-        receive: Receive,
+        receive: Receive | None,
         request: GenerationFields,
         *,
         generates: list[Generate],
@@ -61,7 +64,7 @@ class Exchange:
         self._first = [0.0] * len(choices)
         self._prompts = {id(generate.prompt): len(generate.prompt) for generate in generates}
         self._generation = service.client.start(generates)
-        self._watch = DisconnectWatch(receive, self._generation)
+        self._watch = DisconnectWatch(receive, self._generation) if receive is not None else None
         self._open = len(choices)
         self._closed = False
         metrics = service.metrics
@@ -112,12 +115,17 @@ class Exchange:
             reasoning=sum(choice.reasoning_tokens for choice in choices),
         )
 
+    def abort(self, error: Exception) -> None:
+        """End it from outside: a waiting `step` raises `error`."""
+        self._generation.abort(error)
+
     def close(self, error: BaseException | None = None) -> None:
         """Free everything; what still runs in the engine is cancelled."""
         if self._closed:
             return
         self._closed = True
-        self._watch.close()
+        if self._watch is not None:
+            self._watch.close()
         self._generation.close()
         metrics = self._service.metrics
         if self._open and error is not None:
@@ -187,6 +195,6 @@ class _Events:
         except ApiError as error:
             self._exchange.close(error)
             self._said_all = True
-            return error_event(error)
+            return b"".join(self._answer.broken_off(error))
         self._said_all = True
-        return b"".join([*self._answer.end(), DONE])
+        return b"".join(self._answer.end())

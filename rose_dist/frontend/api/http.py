@@ -90,9 +90,13 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b""})
 
 
-def error_event(error: ApiError) -> bytes:
-    """How a stream that has already begun tells of an error."""
-    return b"data: " + error.body() + b"\n\n" + DONE
+def event(content: msgspec.Struct) -> bytes:
+    return b"data: " + encode_json(content) + b"\n\n"
+
+
+def error_events(error: ApiError) -> list[bytes]:
+    """How a stream of chunks that has already begun tells of an error."""
+    return [b"data: " + error.body() + b"\n\n", DONE]
 
 
 class DisconnectWatch:

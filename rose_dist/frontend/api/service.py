@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import msgspec
 
@@ -17,9 +20,13 @@ from rose_dist.frontend.errors import BadRequestError, NotFoundError, Unavailabl
 from rose_dist.frontend.formats.base import ChatFormat
 from rose_dist.frontend.metrics import Metrics
 from rose_dist.frontend.schema.sampling import GenerationFields
-from rose_dist.frontend.tokenizer import Tokenizer
+from rose_dist.frontend.tokenizer import TextCodec
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+_LARGE_BODY = 64_000
+"""Bytes of a request's body."""
 
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$")
 
@@ -27,14 +34,22 @@ _PATH = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$")
 @dataclass
 class Service:
     config: FrontendConfig
-    tokenizer: Tokenizer
+    tokenizer: TextCodec
     chat_format: ChatFormat
     client: EngineClient
     metrics: Metrics
+    shared: Path | None = None
+    """As in `LaunchSpec`."""
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     active: int = 0
     """HTTP requests being answered."""
+
+    async def beside_the_loop(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """`function`'s result, from a thread where a request is so large that it would hold up all streams."""
+        if size < _LARGE_BODY:
+            return function(*args, **kwargs)
+        return await asyncio.to_thread(function, *args, **kwargs)
 
     def admit(self) -> None:
         """

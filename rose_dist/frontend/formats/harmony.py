@@ -15,7 +15,7 @@ from rose_dist.frontend.formats.harmony_vocabulary import CALL, RETURN, HarmonyV
 
 
 class HarmonyFormat:
-    """Implements `ChatFormat`. Loading the vocabulary takes about 0.3 s."""
+    """Implements `ChatFormat`. Loading the vocabulary takes about 0.5 s."""
 
     name = "harmony"
     stop_ids = frozenset({RETURN, CALL})

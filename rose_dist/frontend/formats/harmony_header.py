@@ -95,18 +95,17 @@ def parse_header(text: str, tools: OfferedTools, *, role_first: bool) -> Header:
     named: list[str] = []
     if words and words[0] in CHANNELS:
         named.append(words.pop(0))
-    content_type = None
+    content_type = ""
     for marker, piece in zip(pieces[1::2], pieces[2::2], strict=True):
         following = piece.split()
         if following and marker == "channel":
             channel, *following = _peel(following, CHANNELS)
             named.append(channel)
         elif following and marker == "constrain":
-            first = following[0]
-            content_type = _CONTENT_TYPE.match(first)[0] or None  # type: ignore[index]
-            following[0] = first[len(content_type or "") :]
+            content_type = _leading(_CONTENT_TYPE, following[0])
+            following[0] = following[0].removeprefix(content_type)
         words += filter(None, following)
-    if content_type is None and words and words[0] in _PLAIN_CONTENT_TYPES:
+    if not content_type and words and words[0] in _PLAIN_CONTENT_TYPES:
         content_type = words.pop(0)
     call = tools.resolve(recipient) if recipient and role == "assistant" else None
     if call:
@@ -115,7 +114,7 @@ def parse_header(text: str, tools: OfferedTools, *, role_first: bool) -> Header:
         role=role,
         channel=_last([name for name in named if name in CHANNELS]) or _last(named),
         recipient=recipient,
-        content_type=content_type,
+        content_type=content_type or None,
         call=call,
         leftover=" ".join(words),
     )
@@ -127,8 +126,12 @@ def _last(names: list[str]) -> str | None:
 
 def _clean_recipient(word: str) -> str:
     """`functions.f––commentary` and `functions.f?` mean `functions.f`."""
-    match = _RECIPIENT_NAME.match(word)
-    return match[0].rstrip(".") if match else ""
+    return _leading(_RECIPIENT_NAME, word).rstrip(".")
+
+
+def _leading(pattern: re.Pattern[str], word: str) -> str:
+    match = pattern.match(word)
+    return match[0] if match else ""
 
 
 def _read_role(words: list[str], tools: OfferedTools) -> tuple[str, list[str]]:

@@ -14,6 +14,9 @@ MODEL_IDENTITY = "You are ChatGPT, a large language model trained by OpenAI."
 KNOWLEDGE_CUTOFF = "2024-06"
 EFFORTS = ("low", "medium", "high")
 
+_MOST_CHARACTERS = 2_000_000
+"""More than fits into the context; where references blow tools up beyond it, that is told before it takes minutes."""
+
 _CHANNELS = "# Valid channels: analysis, commentary, final. Channel must be included for every message."
 _FUNCTIONS_CHANNEL = "Calls to these tools must go to the commentary channel: 'functions'."
 
@@ -120,7 +123,14 @@ def _builtin_section(name: str) -> str:
 
 
 def _namespace(name: str, tools: list[Tool]) -> str:
-    return "\n".join([f"namespace {name} {{\n", *map(_function, tools), f"}} // namespace {name}"])
+    lines = [f"namespace {name} {{\n"]
+    left = _MOST_CHARACTERS
+    for tool in tools:
+        lines.append(_function(tool))
+        left -= len(lines[-1])
+        if left < 0:
+            raise FormatError(f"the tools' descriptions and schemas come to more than {_MOST_CHARACTERS} characters")
+    return "\n".join([*lines, f"}} // namespace {name}"])
 
 
 def _function(tool: Tool) -> str:

@@ -19,8 +19,10 @@ import jinja2.sandbox
 import msgspec
 
 from rose_dist.frontend.formats.base import ChatParser, Conversation, FormatError, Message, Tool, ToolCall
-from rose_dist.frontend.formats.tagged import TaggedParser, TagIds
-from rose_dist.frontend.tokenizer import Tokenizer
+from rose_dist.frontend.formats.tagged import END_TOOL_CALL, TOOL_CALL, ReasoningTags, TaggedParser
+from rose_dist.frontend.formats.tagged_grammar import tagged_grammar
+from rose_dist.frontend.grammar import token
+from rose_dist.frontend.tokenizer import Detokenizer, Tokenizer
 
 _SENTINELS = range(0xE000, 0xF900)
 """Unicode's private use area; one that the conversation doesn't contain is taken."""
@@ -44,12 +46,9 @@ class JinjaFormat:
         except jinja2.TemplateError as error:
             raise FormatError(f"The chat template can't be compiled: {error}") from error
         self._variables = {f"{name}_token": tokenizer.special_token(f"{name}_token") for name in ("bos", "eos", "pad")}
+        self._tags = ReasoningTags(tokenizer.added.get("<think>"), tokenizer.added.get("</think>"))
+        self._visible_bytes = tokenizer.visible_with((TOOL_CALL, END_TOOL_CALL))
         self._opens_reasoning = lru_cache(64)(self._probe_reasoning)
-
-    @cached_property
-    def tags(self) -> TagIds:
-        added = self._tokenizer.added
-        return TagIds(*(added.get(tag) for tag in ("<think>", "</think>", "<tool_call>", "</tool_call>")))
 
     def render(self, conversation: Conversation) -> list[int]:
         raw = msgspec.json.encode(conversation).decode()
@@ -66,26 +65,43 @@ class JinjaFormat:
         return ids + self._tokenizer.encode(text[end:].replace(sentinel, ""))
 
     def parser(self, conversation: Conversation) -> ChatParser:
-        arguments = dict(conversation.template_arguments)
-        if conversation.reasoning_effort is not None:
-            arguments["reasoning_effort"] = conversation.reasoning_effort
         return TaggedParser(
-            self._tokenizer,
-            self.tags,
+            Detokenizer(self._visible_bytes),
+            self._tags,
             stop_ids=self.stop_ids,
-            in_reasoning=self._opens_reasoning(msgspec.json.encode(arguments, order="deterministic")),
+            in_reasoning=self._reasoning_is_open(conversation),
             tools=frozenset(tool.name for tool in conversation.tools),
         )
 
-    def _probe_reasoning(self, arguments: bytes) -> bool:
+    def grammar(self, conversation: Conversation) -> str | None:
+        return tagged_grammar(
+            conversation,
+            self._tags,
+            call_tags=(self._tag_terminal(TOOL_CALL), self._tag_terminal(END_TOOL_CALL)),
+            stop_ids=self.stop_ids,
+            in_reasoning=self._reasoning_is_open(conversation),
+        )
+
+    def _tag_terminal(self, tag: str) -> str:
+        """How a grammar writes a tag: as a token where the vocabulary has it."""
+        token_id = self._tokenizer.added.get(tag)
+        return json.dumps(tag) if token_id is None else token(token_id)
+
+    def _reasoning_is_open(self, conversation: Conversation) -> bool:
         """Whether the generation prompt already opens the reasoning, as templates of reasoning models do."""
-        if self.tags.think is None:
+        if self._tags.opening is None:
             return False
+        arguments = dict(conversation.template_arguments)
+        if conversation.reasoning_effort is not None:
+            arguments["reasoning_effort"] = conversation.reasoning_effort
+        return self._opens_reasoning(msgspec.json.encode(arguments, order="deterministic"))
+
+    def _probe_reasoning(self, arguments: bytes) -> bool:
         probe = Conversation(
             messages=[Message(role="user", content="x")], template_arguments=msgspec.json.decode(arguments)
         )
         ids = self.render(probe)
-        return self.tags.think in ids and self.tags.end_think not in ids[ids.index(self.tags.think) :]
+        return self._tags.opening in ids and self._tags.closing not in ids[ids.index(self._tags.opening) :]
 
     def _text(self, context: dict[str, Any]) -> str:
         try:

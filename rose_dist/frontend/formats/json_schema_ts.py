@@ -18,7 +18,7 @@ Schema = dict[str, Any]
 
 _PRIMITIVES = {"string": "string", "number": "number", "integer": "number", "boolean": "boolean", "null": "null"}
 _IDENTIFIER = re.compile(r"[A-Za-z_$][\w$]*")
-_MOST_SUBSCHEMAS = 5000
+_MOST_CHARACTERS = 1_000_000
 _DEEPEST = 64
 
 
@@ -31,7 +31,8 @@ def parameters_to_typescript(schema: Schema) -> str:
     """The type of a function's argument object, e.g. `{\\nx: number,\\n}`.
 
     Raises:
-        FormatError: references make the schema larger than 5,000 subschemas.
+        FormatError: its text, and that of every type inside it, comes to more than 1,000,000 characters, as references
+            to large definitions or to further references can make it.
     """
     return _Converter(schema).described(schema, "", 0)
 
@@ -41,7 +42,7 @@ class _Converter:
 
     def __init__(self, root: Schema):
         self._root = root
-        self._left = _MOST_SUBSCHEMAS
+        self._left = _MOST_CHARACTERS
         self._open_references: list[str] = []
         """Being expanded now; meeting one again is a recursive type, which has no finite expansion."""
 
@@ -59,11 +60,6 @@ class _Converter:
         return " | ".join(self._union(schema, indent, depth))
 
     def _union(self, schema: Any, indent: str, depth: int) -> list[str]:
-        self._left -= 1
-        if self._left < 0:
-            raise FormatError(
-                f"its JSON schema expands to more than {_MOST_SUBSCHEMAS} subschemas; use fewer references"
-            )
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if reference in self._open_references:
             return ["any"]
@@ -77,7 +73,13 @@ class _Converter:
         self._open_references.pop()
         if schema.get("nullable") is True and not {"null", "any"} & set(alternatives):
             alternatives.append("null")
+        self._spend(alternatives)
         return alternatives
+
+    def _spend(self, texts: list[str]) -> None:
+        self._left -= sum(map(len, texts))
+        if self._left < 0:
+            raise FormatError("its JSON schema is too large with all references written out; use fewer references")
 
     def _alternatives(self, schema: Schema, indent: str, depth: int) -> Iterator[str]:
         kind = schema.get("type")
@@ -133,6 +135,7 @@ class _Converter:
     def _property(self, name: str, value: Any, required: bool, indent: str, depth: int) -> list[str]:
         schema = _dict(self._resolve(value))
         lines = _leading_comments(schema, indent)
+        self._spend(lines)
         label = f"{name if _IDENTIFIER.fullmatch(name) else _literal(name)}{'' if required else '?'}"
         variants = _variants(schema)
         if not any(_trailing_comment(self._resolve(variant)) for variant in variants):

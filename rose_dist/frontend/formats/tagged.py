@@ -6,59 +6,117 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rose_dist.frontend.formats.base import Delta, Section, TextDelta
-from rose_dist.frontend.tokenizer import Tokenizer
+from rose_dist.frontend.formats.call_text import CallText
+from rose_dist.frontend.stop import StopMatcher
+from rose_dist.frontend.tokenizer import Detokenizer
+
+TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
 
 
-class TagIds(NamedTuple):
-    """Ids of the tags; None where the vocabulary has no such token, and then text of that shape is just text."""
+class ReasoningTags(NamedTuple):
+    """Ids of `<think>` and `</think>`; None where the vocabulary has no such token, and then there is no reasoning."""
 
-    think: int | None
-    end_think: int | None
-    tool_call: int | None
-    end_tool_call: int | None
+    opening: int | None
+    closing: int | None
 
 
 class TaggedParser:
-    """A `ChatParser` for the template's formats."""
+    """A `ChatParser` for jinja templates.
+
+    Reasoning tags are tokens. Tags of calls are found in the text, since not every vocabulary has them as tokens, and
+    only where tools are on offer.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, tags: TagIds, *, stop_ids: frozenset[int], in_reasoning: bool, tools: frozenset[str]
+        self,
+        detokenizer: Detokenizer,
+        tags: ReasoningTags,
+        *,
+        stop_ids: frozenset[int],
+        in_reasoning: bool,
+        tools: frozenset[str],
     ) -> None:
+        """
+        Args:
+            detokenizer: shows the tags of calls.
+            in_reasoning: the prompt has opened the reasoning.
+            tools: names on offer.
+        """
+        self._detokenizer = detokenizer
         self._tags = tags
         self._stop_ids = stop_ids
-        self._detokenizer = tokenizer.detokenizer()
+        self._tools = tools
+        self._calls = 0
+        self._call: CallText | None = None
+        self._tag = StopMatcher([TOOL_CALL]) if tools else None
+        """Looks for the next tag: an opening one in content, a closing one in a call."""
         self._text_section: Section = "reasoning" if in_reasoning else "content"
-        self._at_start = in_reasoning
+        self._skip_newlines = in_reasoning
         self.section: Section = self._text_section
 
     def feed(self, token_id: int) -> Sequence[Delta]:
         if token_id in self._stop_ids:
             self.section = "control"
-            return self._flush()
-        if token_id == self._tags.think:
+            return self._take(self._detokenizer.finish())
+        if token_id == self._tags.opening:
             return self._enter("reasoning")
-        if token_id == self._tags.end_think:
+        if token_id == self._tags.closing:
             return self._enter("content")
+        text = self._detokenizer.feed(token_id)
+        deltas = self._take(text) if text else ()
         self.section = self._text_section
-        return self._text(self._detokenizer.feed(token_id))
-
-    def finish(self) -> Sequence[Delta]:
-        return self._flush()
-
-    def _enter(self, section: Section) -> Sequence[Delta]:
-        deltas = self._flush()
-        self._text_section = section
-        self._at_start = True
-        self.section = "control"
         return deltas
 
-    def _text(self, text: str) -> Sequence[Delta]:
-        if self._at_start:  # templates put newlines around the tags
+    def finish(self) -> Sequence[Delta]:
+        deltas = [*self._take(self._detokenizer.finish())]
+        if self._tag is None:
+            return deltas
+        held = self._tag.finish()
+        if self._call is not None:
+            if not self._call.is_complete:  # else it is the beginning of the closing tag
+                deltas += self._call.feed(held)
+            deltas += self._call.finish(closed=False)
+        elif held:
+            deltas.append(TextDelta("content", held))
+        return deltas
+
+    def _enter(self, section: Section) -> Sequence[Delta]:
+        deltas = self._take(self._detokenizer.finish())
+        self.section = "control"
+        if self._call is None:
+            self._text_section = section
+            self._skip_newlines = True
+        return deltas
+
+    def _take(self, text: str) -> Sequence[Delta]:
+        if self._skip_newlines:  # templates put newlines around the tags
             text = text.lstrip("\n")
-            self._at_start = not text
+            self._skip_newlines = not text
         if not text:
             return ()
-        return (TextDelta("reasoning" if self._text_section == "reasoning" else "content", text),)
+        if self._text_section == "reasoning":
+            return (TextDelta("reasoning", text),)
+        if self._tag is None:
+            return (TextDelta("content", text),)
+        return self._content_and_calls(self._tag, text)
 
-    def _flush(self) -> Sequence[Delta]:
-        return self._text(self._detokenizer.finish())
+    def _content_and_calls(self, tag: StopMatcher, text: str) -> Sequence[Delta]:
+        shown = tag.feed(text)
+        deltas: list[Delta] = []
+        if self._call is not None:
+            deltas += self._call.feed(shown)
+        elif shown:
+            deltas.append(TextDelta("content", shown))
+        if tag.matched is None:
+            return deltas
+        if self._call is None:
+            self._call = CallText(self._calls, self._tools, TOOL_CALL, END_TOOL_CALL)
+            self._text_section = "tool_call"
+        else:
+            deltas += self._call.finish(closed=True)
+            self._calls += self._call.is_call
+            self._call = None
+            self._text_section = "content"
+            self._skip_newlines = True
+        self._tag = StopMatcher([END_TOOL_CALL if self._call else TOOL_CALL])
+        return [*deltas, *self._take(tag.rest)]

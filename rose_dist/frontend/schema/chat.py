@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from rose_dist.frontend.errors import BadRequestError
-from rose_dist.frontend.formats.base import Conversation, Message, Tool, ToolCall
+from rose_dist.frontend.formats.base import Conversation, Message, ResponseFormat, ToolCall
 from rose_dist.frontend.schema.common import Usage
 from rose_dist.frontend.schema.sampling import MAX_TOP_LOGPROBS, Count, GenerationFields
+from rose_dist.frontend.schema.tools import FunctionTool, checked_tool, required_tools
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -44,19 +43,28 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
 
 
-class FunctionTool(msgspec.Struct, frozen=True):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
 class RequestTool(msgspec.Struct, frozen=True):
     function: FunctionTool
     type: str = "function"
 
 
-class ResponseFormat(msgspec.Struct, frozen=True):
+class JsonSchema(msgspec.Struct, frozen=True, kw_only=True):
+    name: str = "response"
+    description: str | None = None
+    schema: dict[str, Any] = {}
+
+
+class RequestResponseFormat(msgspec.Struct, frozen=True):
     type: str
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
+    """vLLM's field for what `response_format` can't say."""
+
+    json: dict[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True):
@@ -66,7 +74,9 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: list[RequestTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: RequestResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool = True
@@ -85,28 +95,46 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
         Raises:
             BadRequestError: a message or tool is not of an allowed form; the message names the place.
         """
-        if self.response_format is not None and self.response_format.type != "text":
-            raise BadRequestError(
-                f"response_format: `{self.response_format.type}` is not supported yet; allowed: `text`",
-                param="response_format",
-            )
-        tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or [])]
+        tools = [
+            checked_tool(tool.type, tool.function, f"tools[{i}].function") for i, tool in enumerate(self.tools or [])
+        ]
+        required = self._required_tools([tool.name for tool in tools])
         return Conversation(
             messages=[_message(message, f"messages[{i}]") for i, message in enumerate(self.messages)],
-            tools=tools if self._offers_tools() else [],
+            tools=[] if self.tool_choice == "none" else tools,
+            required_tools=required,
+            response_format=None if required else self._response_format(),
             reasoning_effort=self.reasoning_effort,
             template_arguments=self.chat_template_kwargs or {},
         )
 
-    def _offers_tools(self) -> bool:
-        if self.tool_choice in (None, "auto"):
-            return True
-        if self.tool_choice == "none":
-            return False
+    def _required_tools(self, offered: list[str]) -> list[str]:
+        match self.tool_choice:
+            case {"type": "function", "function": {"name": str(name)}}:
+                return required_tools(self.tool_choice, name, offered)
+        return required_tools(self.tool_choice, None, offered)
+
+    def _response_format(self) -> ResponseFormat | None:
+        if (other := self.structured_outputs) is not None:
+            if other.json is not None:
+                return ResponseFormat(kind="json_schema", schema=other.json)
+            if other.regex is not None:
+                return ResponseFormat(kind="regex", text=other.regex)
+            if other.grammar is not None:
+                return ResponseFormat(kind="lark", text=other.grammar)
+        asked = self.response_format
+        if asked is None or asked.type == "text":
+            return None
+        if asked.type == "json_object":
+            return ResponseFormat(kind="json_object")
+        if asked.type == "json_schema" and (named := asked.json_schema) is not None:
+            return ResponseFormat(
+                kind="json_schema", schema=named.schema, name=named.name, description=named.description or ""
+            )
         raise BadRequestError(
-            f"tool_choice: {msgspec.json.encode(self.tool_choice).decode()} is not supported yet; "
-            "allowed: `auto` and `none`",
-            param="tool_choice",
+            f"response_format: type `{asked.type}` does not fit; allowed: `text`, `json_object`, and `json_schema` "
+            "with a field json_schema",
+            param="response_format",
         )
 
 
@@ -147,21 +175,6 @@ def _text(content: str | list[ContentPart] | None, place: str) -> str:
             )
         texts.append(text)
     return "".join(texts)
-
-
-def _tool(tool: RequestTool, place: str) -> Tool:
-    if tool.type != "function":
-        raise BadRequestError(
-            f"{place}.type: `{tool.type}` is not supported; allowed: `function`", param=f"{place}.type"
-        )
-    if not _TOOL_NAME.fullmatch(tool.function.name):
-        raise BadRequestError(
-            f"{place}.function.name: `{tool.function.name}` is not allowed: 1 to 64 letters, digits, `_` or `-`",
-            param=f"{place}.function.name",
-        )
-    return Tool(
-        name=tool.function.name, description=tool.function.description or "", parameters=tool.function.parameters
-    )
 
 
 class TopLogprob(msgspec.Struct, frozen=True):

@@ -91,7 +91,14 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
     def generate(
-        self, request_id: str, prompt: list[int], sampling: SamplingParams, stop_ids: list[int], choice: int
+        self,
+        request_id: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        *,
+        stop_ids: list[int],
+        choice: int,
+        grammar: str | None = None,
     ) -> Generate:
         """The engine's request for choice number `choice`; with a seed, each choice has its own."""
         if sampling.seed is not None and choice > 0:
@@ -103,4 +110,5 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
             max_tokens=self.token_limit(),
             stop_ids=stop_ids,
             min_tokens=self.min_tokens,
+            grammar=grammar,
         )

@@ -68,8 +68,7 @@ def experts_as(weights: Weights, stream: Stream) -> Stream:
 def _quantize(name: str, matrix: torch.Tensor) -> Stream:
     if matrix.shape[-1] % BLOCK:
         raise CheckpointError(f"{name}: MXFP4 needs {BLOCK} to divide the {matrix.shape[-1]} inputs; keep bf16")
-    per_expert = [quantize_mxfp4(expert.contiguous(), search=True) for expert in matrix]  # bounds the temporaries
-    blocks, scales = (torch.stack(parts) for parts in zip(*per_expert, strict=True))
+    blocks, scales = quantize_mxfp4(matrix, search=True)
     if (scales == SCALE_NAN).any():
         raise CheckpointError(f"{name} holds NaN or infinity, which MXFP4 has not")
     yield f"{name}_blocks", blocks

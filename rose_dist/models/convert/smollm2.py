@@ -74,9 +74,15 @@ def write_smollm2(target: Path, split: ExpertSplit | None = None, gguf: Path | N
         from gguf import GGUFReader  # noqa: PLC0415
     except ImportError:
         raise CheckpointError("the package gguf is missing: pip install gguf") from None
-    reader = GGUFReader(gguf or _installed_gguf())
+    path = gguf or _installed_gguf()
+    try:
+        reader = GGUFReader(path)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not a GGUF file, or cut short: {error}") from error
 
     def field(key: str) -> Any:
+        if key not in reader.fields:
+            raise CheckpointError(f"{path} says nothing of {key}; it isn't SmolLM2's GGUF file")
         return reader.fields[key].contents()
 
     if field("general.architecture") != "llama":
