@@ -142,7 +142,7 @@ def test_matrix(name: str) -> None:
 
 
 @pytest.mark.mpi(3)
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 @given(
     layout=st.sampled_from([LAYOUTS[name] for name in ("one rank", "ep2", "tp2 ep2", "ep3", "tp3 ep3")]),
     tokens=st.tuples(*[st.integers(0, 20)] * 3),

@@ -11,7 +11,7 @@ from rose_dist.comm.layout import Layout, LayoutError, even_split
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    world = draw(st.integers(1, 48))
+    world = draw(st.integers(1, 24))
     sizes = st.sampled_from([size for size in range(1, world + 1) if world % size == 0])
     return Layout.of(world, tp=draw(sizes), ep=draw(sizes))
 
@@ -57,7 +57,7 @@ def test_lockstep_groups_are_what_tp_and_ep_groups_connect(layout: Layout) -> No
         assert set(layout.at(rank).lockstep_members) == component[rank]
 
 
-@given(layout=layouts(), num_experts=st.integers(1, 200))
+@given(layout=layouts(), num_experts=st.integers(1, 80))
 def test_every_group_holds_every_expert_once(layout: Layout, num_experts: int) -> None:
     for rank in range(layout.world):
         place = layout.at(rank)
@@ -73,7 +73,7 @@ def test_every_group_holds_every_expert_once(layout: Layout, num_experts: int) -
             assert set(place.ep_members) <= set(place.tp_members), "replicas exchange nothing"
         else:
             assert layout.expert_tp == 1
-            assert place.expert_slice == 0 or layout.tp == 1 or layout.expert_tp == 1
+            assert place.expert_slice == 0
 
 
 @pytest.mark.parametrize(
