@@ -223,6 +223,13 @@ def reciprocal(a: Any, *, loc: Any = None, ip: Any = None) -> Any:
 
 
 @dsl_user_op
+def product(a: Any, b: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """a · b in fp32, rounded, and never fused with an addition that follows."""
+    text = "mul.rn.f32 $0, $1, $2;"
+    return Float32(_asm(text, "=f,f,f", T.f32(), Float32(a), Float32(b), volatile=False, loc=loc, ip=ip))
+
+
+@dsl_user_op
 def bits(value: Any, *, loc: Any = None, ip: Any = None) -> Any:
     """The 32 bits of an fp32."""
     return Uint32(llvm.bitcast(T.i32(), Float32(value).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))

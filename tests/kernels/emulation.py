@@ -9,19 +9,18 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import cutlass.cute as cute
 import pytest
 import torch
 from cuda.bindings.driver import CUstream
 
-from rose_dist.kernels import embedding, jit, launch, qk_norm, quantize, rms_norm, routing, swiglu
+from rose_dist.kernels import embedding, jit, launch, moe_combine, qk_norm, quantize, rms_norm, routing, swiglu
 from rose_dist.kernels.arch import Arch, DeviceInfo
-from tests.ptx.cutedsl import Compiled
+from tests.ptx.cutedsl import Compiled, compile_kernel
 from tests.ptx.machine import Machine
 
 _CACHES = (
     rms_norm._launcher, quantize._quantizer, quantize._dequantizer, qk_norm._launcher, swiglu._launcher,
-    routing._launcher, embedding._launcher,
+    routing._launcher, embedding._launcher, moe_combine._launcher,
 )  # fmt: skip
 
 _EMPTY = torch.empty
@@ -36,7 +35,7 @@ class EmulatedTensor(torch.Tensor):
 @cache
 def compiled(kernel: jit.Kernel) -> Compiled:
     """The kernel with its host code, ready to be interpreted."""
-    return Compiled(cute.compile(kernel, *kernel.arguments(), options=f"--gpu-arch {kernel.arch} --keep-ptx"))
+    return compile_kernel(kernel, *kernel.arguments(), arch=kernel.arch.name)
 
 
 def stream() -> CUstream:
