@@ -191,16 +191,14 @@ def _join(fields: list[Any], width: int) -> Any:
 def _e2m1(value: Any) -> Any:
     """e2m1 code of an fp32, nearest even, saturating: for GPUs without the instruction.
 
-    From 1 up the code is the fp32's exponent and first mantissa bit, rounded in integers. Below 1 it counts halves:
-    adding 2^22, where neighbours are 1/2 apart, rounds to them. Each part saturates where the other begins.
+    With 2^e the value's power of two (1 for smaller ones), neighbours in e2m1 are 2^(e−1) apart, as fp32s are at
+    2^(e+22). Adding that rounds; the sum's last bits count the steps, to which the code adds two an exponent.
     """
-    bits = ptx.bits(value)
-    magnitude = bits & Uint32(0x7FFFFFFF)
-    upper = vector.min_of(vector.max_u32(magnitude, Uint32(0x3F800000)), Uint32(0x40C00000))
-    upper = (upper + Uint32(0x1FFFFF) + ((upper >> Uint32(22)) & Uint32(1))) >> Uint32(22)
-    lower = ptx.bits(ptx.from_bits(vector.min_of(magnitude, Uint32(0x3F800000))) + Float32(2.0**22)) & Uint32(3)
-    code = upper + lower - Uint32(254)
-    return code | (bits >> Uint32(28)) & Uint32(8)
+    magnitude = cute.arch.fmin(ptx.absolute(value), Float32(6.0))
+    power = cute.arch.fmax(ptx.from_bits(ptx.bits(magnitude) & Uint32(0x7F800000)), Float32(1.0))
+    shifted = power * Float32(2.0**22)
+    code = ptx.bits(magnitude + shifted) - ptx.bits(shifted) + (ptx.bits(power) >> Uint32(22)) - Uint32(254)
+    return code | (ptx.bits(value) >> Uint32(28)) & Uint32(8)
 
 
 def _unpack(element: Element, arch: Arch, word: Any) -> list[Any]:

@@ -12,13 +12,14 @@ BARRIER_STAGE = 1
 
 @dataclass(frozen=True)
 class GridBarriers(jit.Kernel):
-    """`repeats` grid barriers on `blocks` blocks; between them each block adds its number to a slot of the next.
+    """`repeats` grid barriers on `blocks` blocks; with `work`, each block adds its number to another slot before each.
 
-    A slot so ends at the sum of what its neighbours wrote only if every barrier ordered all writes.
+    A slot so ends at the sum of what all wrote to it only if every barrier ordered all writes.
     """
 
     repeats: int
     threads: int = 128
+    work: bool = True
 
     @cute.jit
     def __call__(
@@ -32,10 +33,11 @@ class GridBarriers(jit.Kernel):
     def kernel(self, counter: Int64, base: Uint32, slots: Int64, report: Int64, limit_ns: Int64):
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         for i in range(self.repeats):
-            if cute.arch.thread_idx()[0] == 0:
-                slot = slots + Int64((block + i) % blocks) * 4
-                before = ptx.load_relaxed(slot, "gpu")
-                ptx.store_relaxed(slot, before + Uint32(block + 1), "gpu")
+            if const_expr(self.work):
+                if cute.arch.thread_idx()[0] == 0:
+                    slot = slots + Int64((block + i) % blocks) * 4
+                    before = ptx.load_relaxed(slot, "gpu")
+                    ptx.store_relaxed(slot, before + Uint32(block + 1), "gpu")
             sync.grid_barrier(counter, base + Uint32(blocks) * Uint32(i + 1), limit_ns, report, Int32(0), BARRIER_STAGE)
 
 

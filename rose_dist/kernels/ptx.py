@@ -230,6 +230,12 @@ def product(a: Any, b: Any, *, loc: Any = None, ip: Any = None) -> Any:
 
 
 @dsl_user_op
+def absolute(value: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """|value| of an fp32."""
+    return Float32(_asm("abs.f32 $0, $1;", "=f,f", T.f32(), Float32(value), volatile=False, loc=loc, ip=ip))
+
+
+@dsl_user_op
 def bits(value: Any, *, loc: Any = None, ip: Any = None) -> Any:
     """The 32 bits of an fp32."""
     return Uint32(llvm.bitcast(T.i32(), Float32(value).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))

@@ -16,8 +16,9 @@ from torch import Tensor
 from rose_dist.kernels import checks, jit, launch, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.dsl import (
-    TYPES, Float32, Int32, Int64, Stream, const_expr, cute, range_constexpr,
+    TYPES, Boolean, Float32, Int32, Int64, Stream, const_expr, cute, range_constexpr,
 )  # fmt: skip
+from rose_dist.kernels.variants import QK_HEADS_EACH
 
 HEAD_DIMS = (64, 128, 256)
 THREADS = 128
@@ -138,11 +139,15 @@ def _launch(
     steps += [t.data_ptr() for t in (q, k, v, *stored) if t is not None]
     vector_bytes = vector.widest(device.arch, head_dim * q.element_size() // 2, *steps)
     table_dtype = torch.float32 if cos is None else cos.dtype
+    heads = query_heads + key_heads * (2 if cache else 1)
+    each = QK_HEADS_EACH.select(tokens * heads // device.sms)
+    if query_heads % each or key_heads % each:
+        each = 1
     launcher = _launcher(
         device.arch, q.dtype, table_dtype, query_heads, key_heads, head_dim, vector_bytes, norm is not None, rotary,
-        cache is not None,
+        cache is not None, each,
     )  # fmt: skip
-    items = tokens * (query_heads + key_heads * (2 if cache else 1))
+    items = tokens * heads // each
     block_size, cache_strides = _cache_shape(cache)
     weights = norm or (None, None, 0.0)
     launch.run(
@@ -215,11 +220,10 @@ def _check_cache(cache: PagedCache, k: Tensor) -> None:
 @cache
 def _launcher(
     arch: Arch, dtype: torch.dtype, table_dtype: torch.dtype, query_heads: int, key_heads: int, head_dim: int,
-    vector_bytes: int, norm: bool, rotary: Rotary, cache: bool,
+    vector_bytes: int, norm: bool, rotary: Rotary, cache: bool, heads_each: int,
 ) -> jit.Launcher:  # fmt: skip
-    return jit.load(
-        QKNormRope(arch, dtype, table_dtype, query_heads, key_heads, head_dim, vector_bytes, norm, rotary, cache)
-    )
+    heads = (query_heads, key_heads, head_dim)
+    return jit.load(QKNormRope(arch, dtype, table_dtype, *heads, vector_bytes, norm, rotary, cache, heads_each))
 
 
 @dataclass(frozen=True)
@@ -236,6 +240,8 @@ class QKNormRope(jit.Kernel):
     norm: bool
     rotary: Rotary
     cache: bool
+    heads_each: int
+    """Neighbouring heads, all of q, of k or of v, that a group of lanes takes; they share positions and tables."""
 
     @property
     def count(self) -> int:
@@ -270,79 +276,100 @@ class QKNormRope(jit.Kernel):
         positions: Int64, slots: Int64, keys: Int64, values: Int64, cache_block: Int64, cache_slot: Int64,
         cache_head: Int64, block_shift: Int32, items: Int32, eps: Float32,
     ):  # fmt: skip
-        width, half = self.dtype.itemsize, self.head_dim // 2
-        heads = self.query_heads + self.key_heads * (2 if self.cache else 1)
+        width, each = self.dtype.itemsize, self.heads_each
+        groups = (self.query_heads + self.key_heads * (2 if self.cache else 1)) // each
         thread = cute.arch.thread_idx()[0]
         lane = thread % self.lanes
         item = cute.arch.block_idx()[0] * (THREADS // self.lanes) + thread // self.lanes
         ptx.exit_if(item >= items)
-        token = item // heads
-        head = item % heads
+        token, head = item // groups, item % groups * each
         is_query = head < self.query_heads
         is_value = head >= self.query_heads + self.key_heads
         key_head = vector.select(is_value, head - self.query_heads - self.key_heads, head - self.query_heads)
-        source = vector.select(
-            is_query,
-            q + (Int64(token) * q_token + Int64(head) * q_head) * width,
-            k + (Int64(token) * k_token + Int64(key_head) * k_head) * width,
-        )
+        base = vector.select(is_query, q + Int64(token) * q_token * width, k + Int64(token) * k_token * width)
+        stride = vector.select(is_query, q_head, k_head)
         if const_expr(self.cache):
-            value_source = v + (Int64(token) * v_token + Int64(key_head) * v_head) * width
-            source = vector.select(is_value, value_source, source)
+            base = vector.select(is_value, v + Int64(token) * v_token * width, base)
+            stride = vector.select(is_value, v_head, stride)
         lane_bytes = lane * self.vector_bytes
+        source = base + Int64(vector.select(is_query, head, key_head)) * stride * width + lane_bytes
+        weights = self.load_halves(vector.select(is_query, q_weight, k_weight) + lane_bytes) if self.norm else None
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        raw = [
-            vector.load(source + lane_bytes, TYPES[self.dtype], self.count, self.vector_bytes),
-            vector.load(source + lane_bytes + half * width, TYPES[self.dtype], self.count, self.vector_bytes),
-        ]
+        # What other addresses hang on comes first.
+        table, slot = Int64(token), Int64(0)
+        if const_expr(self.cache):
+            if positions != 0:
+                table = vector.scalar(positions + Int64(token) * 8, Int64)[0]
+            slot = vector.scalar(slots + Int64(token) * 8, Int64)[0]
+        raw = [self.load_halves(source + Int64(i) * stride * width) for i in range(each)]
+        turns = self.load_turns(cos, sin, table * table_row, lane) if self.rotary is not Rotary.NONE else None
+        target, target_stride = source, stride
+        if const_expr(self.cache):
+            place = (slot >> Int64(block_shift)) * cache_block + Int64(key_head) * cache_head
+            place += (slot & ((Int64(1) << Int64(block_shift)) - 1)) * cache_slot
+            stored = vector.select(is_value, values, keys) + place * width + lane_bytes
+            target = vector.select(is_query, source, stored)
+            target_stride = vector.select(is_query, stride, cache_head)
+            slot = vector.select(is_query, Int64(0), slot)
+        for i in range_constexpr(each):
+            self.finish(
+                raw[i], weights, turns, target + Int64(i) * target_stride * width, is_value, slot >= 0, eps
+            )
+
+    @cute.jit
+    def finish(
+        self, raw: list, weights: list, turns: list, target: Int64, is_value: Boolean, wanted: Boolean, eps: Float32
+    ) -> None:
+        """Norm, rotate and store one head; values are stored as they are."""
         parts = [raw[0].to(Float32), raw[1].to(Float32)]
         if const_expr(self.norm):
-            parts = self.normalise(parts, vector.select(is_query, q_weight, k_weight) + lane_bytes, eps)
+            parts = self.normalise(parts, weights, eps)
         if const_expr(self.rotary is not Rotary.NONE):
-            table = Int64(token)
+            parts = self.rotate(parts, turns)
+        if wanted:
             if const_expr(self.cache):
-                if positions != 0:
-                    table = vector.scalar(positions + Int64(token) * 8, Int64)[0]
-            parts = self.rotate(parts, cos, sin, table * table_row, lane)
-        if const_expr(not self.cache):
-            self.write(source + lane_bytes, parts)
-        else:
-            if is_query:
-                self.write(source + lane_bytes, parts)
+                if is_value:
+                    self.write(target, raw)
+                else:
+                    self.write(target, parts)
             else:
-                slot = vector.scalar(slots + Int64(token) * 8, Int64)[0]
-                place = (slot >> Int64(block_shift)) * cache_block + Int64(key_head) * cache_head
-                place += (slot & ((Int64(1) << Int64(block_shift)) - 1)) * cache_slot
-                if slot >= 0:
-                    if is_value:
-                        self.write(values + place * width + lane_bytes, raw)
-                    else:
-                        self.write(keys + place * width + lane_bytes, parts)
+                self.write(target, parts)
 
-    def normalise(self, parts, weight, eps):  # type: ignore[no-untyped-def]
-        """Both halves over the head's root mean square, times the weight."""
-        squares = vector.square_sum(parts[0]) + vector.square_sum(parts[1])
-        squares = vector.group_sum(squares, self.lanes)
-        inverse = cute.math.rsqrt(squares * Float32(1.0 / self.head_dim) + eps)
+    def load_halves(self, address):  # type: ignore[no-untyped-def]
+        """This lane's vector of each half of a head."""
         half_bytes = self.head_dim // 2 * self.dtype.itemsize
-        weights = [
-            vector.load(weight + i * half_bytes, TYPES[self.dtype], self.count, self.vector_bytes) for i in range(2)
+        return [
+            vector.load(address + i * half_bytes, TYPES[self.dtype], self.count, self.vector_bytes) for i in range(2)
         ]
+
+    def normalise(self, parts, weights, eps):  # type: ignore[no-untyped-def]
+        """Both halves over the head's root mean square, times the weight."""
+        squares = vector.group_sum(vector.square_sum(parts[0]) + vector.square_sum(parts[1]), self.lanes)
+        inverse = cute.math.rsqrt(squares * Float32(1.0 / self.head_dim) + eps)
         return [part * inverse * w.to(Float32) for part, w in zip(parts, weights, strict=True)]
 
-    def rotate(self, parts, cos, sin, row, lane):  # type: ignore[no-untyped-def]
-        """Both halves rotated by the table's row."""
+    def load_turns(self, cos, sin, row, lane):  # type: ignore[no-untyped-def]
+        """(cosines, sines) for this lane's pairs: one such of whole vectors, or one of half vectors for each half."""
         if self.rotary is Rotary.NEOX:
-            c, s = (self.angles(table, row, lane * self.count, self.count) for table in (cos, sin))
+            return [[self.angles(table, row, lane * self.count, self.count) for table in (cos, sin)]]
+        pairs = self.count // 2
+        return [
+            [self.angles(table, row, lane * pairs + first, pairs) for table in (cos, sin)]
+            for first in (0, self.head_dim // 4)
+        ]
+
+    def rotate(self, parts, turns):  # type: ignore[no-untyped-def]
+        """Both halves rotated."""
+        if self.rotary is Rotary.NEOX:
+            c, s = (turn.to(Float32) for turn in turns[0])
             a, b = parts
             return [a * c - b * s, b * c + a * s]
         rotated = []
-        for part, first in zip(parts, (0, self.head_dim // 4), strict=True):
-            pairs = self.count // 2
-            c, s = (self.angles(table, row, lane * pairs + first, pairs) for table in (cos, sin))
+        for part, turn in zip(parts, turns, strict=True):
+            c, s = (t.to(Float32) for t in turn)
             registers = cute.make_rmem_tensor(self.count, Float32)
-            for i in range(pairs):
+            for i in range(self.count // 2):
                 a, b = part[2 * i], part[2 * i + 1]
                 registers[2 * i] = a * c[i] - b * s[i]
                 registers[2 * i + 1] = b * c[i] + a * s[i]
@@ -350,9 +377,9 @@ class QKNormRope(jit.Kernel):
         return rotated
 
     def angles(self, table, row, first, count):  # type: ignore[no-untyped-def]
-        """`count` fp32 of a table's row."""
+        """`count` elements of a table's row."""
         address = table + (row + Int64(first)) * self.table_dtype.itemsize
-        return vector.load(address, TYPES[self.table_dtype], count, self.vector_bytes).to(Float32)
+        return vector.load(address, TYPES[self.table_dtype], count, self.vector_bytes)
 
     def write(self, address, parts):  # type: ignore[no-untyped-def]
         """Store both halves of a head, rounded."""

@@ -22,13 +22,13 @@ from rose_dist.kernels.quantize import Dequantize, Quantize, decoded_count
 from rose_dist.kernels.rms_norm import RMSNorm
 from rose_dist.kernels.routing import Route, Score
 from rose_dist.kernels.swiglu import Gate, GatedActivation
-from rose_dist.kernels.variants import COUNTING_ROUTERS, ROUTERS, ROW_SHAPES, tile
+from rose_dist.kernels.variants import COUNTING_ROUTERS, QK_HEADS_EACH, ROUTERS, ROW_SHAPES, tile
 
 HIDDEN = (2880, 4096, 7168)
 """GPT-OSS, Qwen3-MoE 235B, DeepSeek-V3."""
 
 QK_HEADS = ((64, 8, 64), (64, 4, 128), (16, 8, 256))
-"""Query heads, key heads, head_dim: GPT-OSS, Qwen3-MoE 235B, Gemma-like."""
+"""Query heads, key heads, head_dim: GPT-OSS, Qwen3-MoE 235B, and a model with large heads."""
 
 ROUTES = (
     (32, 4, Score.SOFTMAX_OF_CHOSEN, 1),
@@ -97,11 +97,12 @@ def _qk_norms(arch: Arch) -> Iterator[Kernel]:
     dtype, fp32, width = torch.bfloat16, torch.float32, arch.vector_bytes
     for query_heads, key_heads, head_dim in QK_HEADS:
         heads = (query_heads, key_heads, head_dim)
-        yield QKNormRope(arch, dtype, fp32, *heads, width, True, Rotary.NONE, False)
-        for rotary in (Rotary.NEOX, Rotary.INTERLEAVED):
-            yield QKNormRope(arch, dtype, dtype, *heads, width, False, rotary, False)
-            for norm in (False, True):
-                yield QKNormRope(arch, dtype, fp32, *heads, width, norm, rotary, True)
+        for each in QK_HEADS_EACH.variants:
+            yield QKNormRope(arch, dtype, fp32, *heads, width, True, Rotary.NONE, False, each)
+            for rotary in (Rotary.NEOX, Rotary.INTERLEAVED):
+                yield QKNormRope(arch, dtype, dtype, *heads, width, False, rotary, False, each)
+                for norm in (False, True):
+                    yield QKNormRope(arch, dtype, fp32, *heads, width, norm, rotary, True, each)
 
 
 def _activations(arch: Arch) -> Iterator[Kernel]:

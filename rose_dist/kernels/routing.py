@@ -212,6 +212,11 @@ class Route(jit.Kernel):
         """Experts a lane."""
         return -(-self.experts // WARP)
 
+    @property
+    def unique_keys(self) -> bool:
+        """bf16 preferences leave the lower half of a key to the expert, so that one maximum names it."""
+        return self.dtype is torch.bfloat16 and self.score is not Score.SIGMOID
+
     @cute.jit
     def __call__(
         self, logits: Int64, stride: Int64, bias: Int64, ids: Int64, weights: Int64, counts: Int64, live_rows: Int64,
@@ -248,11 +253,40 @@ class Route(jit.Kernel):
             for first in range_constexpr(0, self.experts, threads):
                 if thread + first < self.experts:
                     histogram[thread + first] = Int32(0)
-            self.meet()
+            self.arrive()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         live = vector.live_rows(live_rows, tokens)
-        for token in range(block * self.shape.warps + warp, tokens, blocks * self.shape.warps):
+        if const_expr(self.counts and self.shape.cluster > 0):
+            # At most one token a warp, neighbours on different blocks. The zeroes are awaited after the choice only.
+            chosen = self.serve(warp * blocks + block, tokens, live, logits, stride, bias, ids, weights, scale, lane)
+            self.await_all()
+            if chosen >= 0:
+                self.count(histogram, chosen)
+        else:
+            if const_expr(self.counts):
+                self.await_all()
+            for token in range(warp * blocks + block, tokens, blocks * self.shape.warps):
+                chosen = self.serve(token, tokens, live, logits, stride, bias, ids, weights, scale, lane)
+                if const_expr(self.counts):
+                    if chosen >= 0:
+                        self.count(histogram, chosen)
+        if const_expr(self.counts):
+            self.arrive()
+            self.await_all()
+            for first in range_constexpr(0, self.experts, threads):
+                expert = thread + first
+                if expert < self.experts:
+                    self.write_count(histogram, counts, expert, block)
+
+    @cute.jit
+    def serve(
+        self, token: Int32, tokens: Int32, live: Int32, logits: Int64, stride: Int64, bias: Int64, ids: Int64,
+        weights: Int64, scale: Float32, lane: Int32,
+    ) -> Int32:  # fmt: skip
+        """Route one token; returns what this lane has to count, −1 for nothing."""
+        chosen = Int32(-1)
+        if token < tokens:
             chosen, weight = self.choose(logits + Int64(token) * stride * self.dtype.itemsize, bias, lane)
             if token >= live:
                 chosen, weight = Int32(-1), Float32(0.0)
@@ -260,20 +294,18 @@ class Route(jit.Kernel):
                 place = (Int64(token) * self.k + lane) * 4
                 vector.scalar(ids + place, Int32)[0] = chosen
                 vector.scalar(weights + place, Float32)[0] = weight * scale
-                if const_expr(self.counts):
-                    if chosen >= 0:
-                        self.count(histogram, chosen)
-        if const_expr(self.counts):
-            self.meet()
-            for first in range_constexpr(0, self.experts, threads):
-                expert = thread + first
-                if expert < self.experts:
-                    self.write_count(histogram, counts, expert, block)
+            else:
+                chosen = Int32(-1)
+        return chosen
 
-    def meet(self):  # type: ignore[no-untyped-def]
-        """All threads of the cluster, or of the block where there is none."""
+    def arrive(self):  # type: ignore[no-untyped-def]
+        """Say that this thread's shared memory accesses so far are done."""
         if self.shape.cluster > 1:
             cute.arch.cluster_arrive()
+
+    def await_all(self):  # type: ignore[no-untyped-def]
+        """Wait for the arrival of all threads of the cluster, or of the block where there is none."""
+        if self.shape.cluster > 1:
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
@@ -310,7 +342,10 @@ class Route(jit.Kernel):
         keys = cute.make_rmem_tensor(self.per_lane, Uint32)
         for j in range_constexpr(self.per_lane):
             exists = lane * self.per_lane + j < self.experts
-            keys[j] = vector.select(exists, _key(preferences[j]), Uint32(0))
+            key = _key(preferences[j])
+            if const_expr(self.unique_keys):
+                key = (key & Uint32(0xFFFF0000)) | (Uint32(0xFFFF) - Uint32(lane * self.per_lane + j))
+            keys[j] = vector.select(exists, key, Uint32(0))
         if const_expr(self.groups > 1):
             eligible = self.group_eligible(preferences, lane)
             for j in range_constexpr(self.per_lane):
@@ -331,6 +366,10 @@ class Route(jit.Kernel):
         for j in range(1, self.per_lane):
             best = vector.max_u32(best, keys[j])
         best = cute.arch.warp_redux_sync(best, "umax")
+        if self.unique_keys:
+            for j in range(self.per_lane):
+                keys[j] = vector.select(keys[j] == best, Uint32(0), keys[j])
+            return vector.select(lane == i, Int32(Uint32(0xFFFF) - (best & Uint32(0xFFFF))), chosen)
         mine = Uint32(self.experts)
         for j in reversed(range(self.per_lane)):
             mine = vector.select(keys[j] == best, Uint32(lane * self.per_lane + j), mine)
@@ -376,16 +415,16 @@ class Route(jit.Kernel):
         used = lane < self.k
         if self.score is Score.SIGMOID:
             share = vector.select(used, _sigmoid(logit), Float32(0.0))
-            return share / (vector.group_sum(share, WARP) + Float32(1e-20))
+            return share * cute.arch.rcp_approx(vector.group_sum(share, WARP) + Float32(1e-20))
         largest = cute.arch.shuffle_sync(logit, 0)
         share = vector.select(used, _exp(logit - largest), Float32(0.0))
         if self.score is Score.SOFTMAX_OF_CHOSEN:
-            return share / vector.group_sum(share, WARP)
+            return share * cute.arch.rcp_approx(vector.group_sum(share, WARP))
         total = Float32(0.0)
         for j in range(self.per_lane):
             exists = lane * self.per_lane + j < self.experts
             total = total + vector.select(exists, _exp(values[j] - largest), Float32(0.0))
-        return share / vector.group_sum(total, WARP)
+        return share * cute.arch.rcp_approx(vector.group_sum(total, WARP))
 
 
 def _key(value):  # type: ignore[no-untyped-def]
@@ -400,4 +439,4 @@ def _exp(x):  # type: ignore[no-untyped-def]
 
 
 def _sigmoid(x):  # type: ignore[no-untyped-def]
-    return Float32(1.0) / (Float32(1.0) + _exp(Float32(0.0) - x))
+    return cute.arch.rcp_approx(Float32(1.0) + _exp(Float32(0.0) - x))

@@ -35,7 +35,7 @@ class Gate(enum.Enum):
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows are live, and whose bias they take. A row that is not live is neither read nor written."""
+    """Which rows are live, and whose bias they take. A row that is not live is not written."""
 
     live: Tensor | None = None
     """int32 [1]: rows from there on are not live."""
@@ -209,33 +209,37 @@ class GatedActivation(jit.Kernel):
         tiling, width, count = self.tiling, self.dtype.itemsize, self.count
         columns = tiling.row_vectors * count
         lane, row = vector.row_of_thread(tiling)
+        ptx.exit_if(row >= rows)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        ptx.exit_if(row >= vector.live_rows(live_rows, rows))
+        source = gate_up + Int64(row) * stride * width
+        places = [vector.place(tiling, lane, i) for i in range(tiling.vectors)]
+        # With few rows the wait for what says that a row is live costs more than reading a dead one.
+        eager = tiling.vectors == 1
+        inputs = [self.load_pair(source, place, columns) for place in places] if eager else None
+        live = vector.live_rows(live_rows, rows)
         expert = Int32(0)
         if experts != 0:
             expert = vector.scalar(experts + Int64(row) * 4, Int32)[0]
+        ptx.exit_if(row >= live)
         ptx.exit_if(expert < 0)
         tensor_scale = block_scale.read_global_scale(self.output, global_scale)
-        source = gate_up + Int64(row) * stride * width
-        bias_source = bias + Int64(expert) * (2 * columns * width)
-        inputs, biases = [], []
+        if const_expr(not eager):
+            inputs = [self.load_pair(source, place, columns) for place in places]
+        biases = None
+        if const_expr(self.bias):
+            bias_source = bias + Int64(expert) * (2 * columns * width)
+            biases = [self.load_pair(bias_source, place, columns) for place in places]
         for i in range_constexpr(tiling.vectors):
-            index = vector.place(tiling, lane, i)
-            inputs.append(self.load_pair(source, index, columns))
-            if const_expr(self.bias):
-                biases.append(self.load_pair(bias_source, index, columns))
-        for i in range_constexpr(tiling.vectors):
-            index = vector.place(tiling, lane, i)
             valid = Boolean(vector.in_row(tiling, lane, i))
             results = self.results(inputs[i], biases[i] if self.bias else None, alpha, limit)
             if const_expr(self.output is not None):
                 block_scale.store(
-                    self.output, self.arch, results, out, scales, row, index, padded_rows, valid, tensor_scale
+                    self.output, self.arch, results, out, scales, row, places[i], padded_rows, valid, tensor_scale
                 )
             else:
                 vector.store_scalars_if(
-                    valid, out + (Int64(row) * columns + index * count) * width, results, TYPES[self.dtype],
+                    valid, out + (Int64(row) * columns + places[i] * count) * width, results, TYPES[self.dtype],
                     self.vector_bytes,
                 )  # fmt: skip
 

@@ -90,6 +90,10 @@ def tile(row_vectors: int, vector_bytes: int, shape: RowShape, *, group: int = 1
     return RowTiling(row_vectors, threads_per_row, max(1, shape.threads // threads_per_row))
 
 
+QK_HEADS_EACH = Ranges((0, 512), (1, 2))
+"""Heads that a group of lanes takes, by heads for every SM: more share a table's row, fewer spread wider."""
+
+
 @dataclass(frozen=True)
 class RouterShape:
     """How tokens are spread over warps."""
@@ -103,9 +107,9 @@ class RouterShape:
 ROUTERS = Ranges((0, 65), (RouterShape(warps=1, cluster=0), RouterShape(warps=4, cluster=0)))
 """By tokens, without counts."""
 COUNTING_ROUTERS = Ranges(
-    (0, 9, 513), (RouterShape(warps=8, cluster=1), RouterShape(warps=16, cluster=8), RouterShape(warps=8, cluster=0))
+    (0, 9, 129), (RouterShape(warps=8, cluster=1), RouterShape(warps=16, cluster=8), RouterShape(warps=8, cluster=0))
 )
-"""By tokens, with counts: one block, one cluster, or two launches."""
+"""By tokens, with counts: one block or one cluster, either with a warp for every token, or two launches."""
 
 
 def router_shape(tokens: int, counts: bool) -> RouterShape:

@@ -105,6 +105,25 @@ def test_other_cache_shapes(gpu: Any, order: str) -> None:
     assert torch.equal(flat[1][slots], v)
 
 
+def test_many_heads_go_two_by_two(gpu: Any) -> None:
+    """Enough heads that a group of lanes takes two."""
+    tokens = 36 if not gpu.real else 1000
+    fused = torch.randn(tokens, 72, 64).bfloat16()
+    cos, sin = yarn_like(tokens, 32)
+    v, weights = torch.randn(tokens, 8, 64).bfloat16(), torch.randn(2, 64).bfloat16()
+    keys, values = (gpu.tensor(torch.zeros(tokens, 8, 64).bfloat16()) for _ in range(2))
+    moved, slots = gpu.tensor(fused), torch.randperm(tokens)
+    qk_norm_rope_cache(
+        moved[:, :64], moved[:, 64:], gpu.tensor(v), PagedCache(keys, values, gpu.tensor(slots)), gpu.tensor(cos),
+        gpu.tensor(sin), norm=(gpu.tensor(weights[0]), gpu.tensor(weights[1]), EPS),
+    )  # fmt: skip
+    after = gpu.plain(moved)
+    assert_close(after[:, :64], exact_rotary(exact_norm(fused[:, :64], weights[0]), cos, sin, Rotary.NEOX))
+    assert_close(gpu.plain(keys)[slots], exact_rotary(exact_norm(fused[:, 64:], weights[1]), cos, sin, Rotary.NEOX))
+    assert torch.equal(gpu.plain(values)[slots], v)
+    assert torch.equal(after[:, 64:], fused[:, 64:])
+
+
 def test_apply_rotary(gpu: Any) -> None:
     x = torch.randn(3, 8, 64).bfloat16()
     cos, sin = (t.bfloat16() for t in yarn_like(3, 32))

@@ -208,10 +208,10 @@ def test_layouts(gpu: Any, format: BlockFormat, layout: ScaleLayout, columns: in
     assert torch.equal(gather(storage, format, layout, 5, columns).cpu(), wanted_scales)
     blocks = format.blocks(columns)
     if layout is ScaleLayout.PACKED_COLUMNS:
-        words = scales.as_subclass(torch.Tensor).cpu()
+        words = scales.as_subclass(torch.Tensor)
         assert words.shape == (5, -(-blocks // 4))
         assert words.stride() == (1, 8)
-        plain = torch.stack(list(words)).view(torch.uint8)
+        plain = torch.stack(list(words)).cpu().view(torch.uint8)
         assert torch.equal(plain[:, :blocks], wanted_scales)
         assert not plain[:, blocks:].any()
     if layout is ScaleLayout.TILES:

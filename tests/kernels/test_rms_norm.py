@@ -104,7 +104,7 @@ def test_scale_layouts_hold_the_same_scales(gpu: Any) -> None:
         plain = gpu.plain(rms_norm_quantized(*arguments)[1])
         for layout in layouts:
             scales = rms_norm_quantized(*arguments, layout=layout)[1]
-            assert torch.equal(gather(gpu.plain_storage(scales), format, layout, 5, 512), plain)
+            assert torch.equal(gather(gpu.plain_storage(scales), format, layout, 5, 512).cpu(), plain)
 
 
 def test_no_rows(gpu: Any) -> None:
