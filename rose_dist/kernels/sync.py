@@ -82,12 +82,12 @@ def wait(
                     deadline = now + Uint64(limit_ns)
                 in_time = now < deadline
         if not arrived:
-            _report(report, rank, peer, stage, wanted, seen)
+            report_expired(report, rank, peer, stage, wanted, seen)
     return arrived
 
 
 @cute.jit
-def _report(
+def report_expired(
     report: Int64, rank: Int32, peer: Int32, stage: cutlass.Constexpr, wanted: Uint32, seen: Uint32
 ) -> None:
     if ptx.compare_and_swap(report, Uint32(0), Uint32(1), "sys") == 0:
