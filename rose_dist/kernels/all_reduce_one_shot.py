@@ -27,7 +27,8 @@ class OneShot(jit.Kernel):
     """A block takes a row at a time; the grid must be co-resident.
 
     dtype: of x, out, residual and weight: bf16 or fp32. combine: where rows come from, if not from x; what travels is
-    then fp32. norm: add the residual, and write its sum and the sum's RMS norm.
+    then fp32. norm: add the residual, and write its sum and the sum's RMS norm. accumulate: add what stands in out to the
+    sum before it is rounded; not with `norm`.
     """
 
     ranks: int
@@ -35,6 +36,7 @@ class OneShot(jit.Kernel):
     dtype: torch.dtype
     combine: Combine | None = None
     norm: bool = False
+    accumulate: bool = False
 
     @property
     def wire(self) -> torch.dtype:
@@ -137,9 +139,7 @@ class OneShot(jit.Kernel):
         cute.arch.sync_threads()
 
     @cute.jit
-    def push(
-        self, row: Int32, x: Int64, staged: cute.Tensor, peers: list, offset: Int64, epoch: Uint32
-    ) -> None:
+    def push(self, row: Int32, x: Int64, staged: cute.Tensor, peers: list, offset: Int64, epoch: Uint32) -> None:
         """A row into every inbox."""
         for turn in range_constexpr(self.turns):
             packet = cute.arch.thread_idx()[0] + turn * self.threads
@@ -166,14 +166,10 @@ class OneShot(jit.Kernel):
         """Wait for a row's packets, add them up and write the result."""
         sums = []
         for turn in range_constexpr(self.turns):
-            packet = vector.min_of(
-                cute.arch.thread_idx()[0] + turn * self.threads, Int32(self.row_packets - 1)
-            )
+            packet = vector.min_of(cute.arch.thread_idx()[0] + turn * self.threads, Int32(self.row_packets - 1))
             received = cute.make_rmem_tensor(4 * self.ranks, Uint32)
             at = inbox + (Int64(row) * self.row_packets + packet) * packets.PACKET_BYTES
-            alive = packets.receive(
-                at, source_bytes, self.ranks, epoch, received, alive, limit_ns, report, rank, STAGE
-            )
+            alive = packets.receive(at, source_bytes, self.ranks, epoch, received, alive, limit_ns, report, rank, STAGE)
             for i in range_constexpr(packets.WORDS):
                 sums.append(self.add(received, i))
         if const_expr(self.norm):
@@ -204,13 +200,23 @@ class OneShot(jit.Kernel):
         """The rounded sums."""
         for number, (turn, i) in enumerate(self.every_word()):
             at, valid = self.mine(turn, i)
-            self.put(valid, out, row, at, sums[number])
+            if const_expr(self.accumulate):
+                self.put_added(valid, out, row, at, sums[number])
+            else:
+                self.put(valid, out, row, at, sums[number])
 
     def put(self, valid, target, row, at, values):  # type: ignore[no-untyped-def]
         """The elements of one word, rounded to `dtype`."""
         size = self.each * self.dtype.itemsize
         address = target + (Int64(row) * self.words + at) * size
         vector.store_scalars_if(valid, address, values, TYPES[self.dtype], size)
+
+    @cute.jit
+    def put_added(self, valid: Boolean, target: Int64, row: Int32, at: Int32, values: list) -> None:
+        """`put` of the sum with what stands there."""
+        if valid:
+            before = self.read(target, Int64(row) * self.words + at)
+            self.put(valid, target, row, at, [a + b for a, b in zip(before, values, strict=True)])
 
     @cute.jit
     def write_norm(

@@ -95,7 +95,9 @@ class TwoShot(jit.Kernel):
             passed[0] = Int32(1)
         self.push(x, peers, half + rank * slice_bytes, share, vectors, begin, end, rank)
         self.meet(peers, own, flags, epoch, passed, limit_ns, report, rank, ADD_STAGE)
-        self.add(x, out, own + half, slice_bytes, peers, outbox + half + rank * slice_bytes, share, vectors, begin, end, rank)
+        self.add(
+            x, out, own + half, slice_bytes, peers, outbox + half + rank * slice_bytes, share, vectors, begin, end, rank
+        )
         self.meet(peers, own, flags + self.ranks * MAX_BLOCKS * 4, epoch, passed, limit_ns, report, rank, TAKE_STAGE)
         self.take(out, own + outbox + half, slice_bytes, share, vectors, begin, end, rank)
         packets.finish_epoch(state, block == 0, blocks, Boolean(True))

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from rose_dist.kernels import probe, vector
+from rose_dist.kernels.all_reduce_one_shot import OneShot
+from rose_dist.kernels.all_reduce_two_shot import TwoShot
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.block_scale import BlockOutput
 from rose_dist.kernels.embedding import Embed
@@ -65,6 +67,7 @@ def _all(arch: Arch) -> Iterator[Kernel]:
     yield from _routers(arch)
     yield from _embeddings(arch)
     yield from _moe(arch)
+    yield from _all_reduces(arch)
     yield probe.GridBarriers(arch, repeats=100)
     yield probe.Primitives(arch, multicast=True)
 
@@ -138,6 +141,19 @@ def _moe(arch: Arch) -> Iterator[Kernel]:
         bf16 = torch.bfloat16
         for accumulate in (False, True):
             yield Combine(arch, k, hidden, bf16, bf16, bf16 if bias else None, accumulate, VECTOR_BYTES)
+
+
+def _all_reduces(arch: Arch) -> Iterator[Kernel]:
+    bf16 = torch.bfloat16
+    for hidden, k, ranks in ((2880, 4, 2), (2880, 4, 8), (7168, 8, 2), (7168, 8, 8)):
+        source = Combine(arch, k, hidden, bf16, bf16, None, False, VECTOR_BYTES)
+        for norm in (False, True):
+            yield OneShot(arch, ranks, hidden, bf16, None, norm)
+        for accumulate in (False, True):
+            yield OneShot(arch, ranks, hidden, bf16, source, False, accumulate)
+    for ranks in (2, 4, 8):
+        for dtype in (bf16, torch.float32):
+            yield TwoShot(arch, ranks, dtype)
 
 
 def _embeddings(arch: Arch) -> Iterator[Kernel]:

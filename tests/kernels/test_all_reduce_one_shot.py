@@ -187,5 +187,7 @@ def test_a_dead_peer_is_reported() -> None:
     for rank in (0, 2):
         report = WaitReport({STAGE: "an all-reduce"})
         report._words.copy_(exchange.peers.reports[rank])
-        with pytest.raises(WaitExpiredError, match=f"rank {rank} waited for rank 1 in an all-reduce .* wanted 7, saw 0"):
+        with pytest.raises(
+            WaitExpiredError, match=f"rank {rank} waited for rank 1 in an all-reduce .* wanted 7, saw 0"
+        ):
             report.check()

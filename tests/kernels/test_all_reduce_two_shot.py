@@ -79,7 +79,10 @@ def test_exchanges_back_to_back(seed: int) -> None:
     assert all(exchange.right() for exchange in exchanges)
 
 
-@pytest.mark.parametrize("weaken", [("st.release.sys", "st.relaxed.sys"), ("ld.acquire.sys", "ld.relaxed.sys"), ("st.release.sys", "st.release.gpu")])
+@pytest.mark.parametrize(
+    "weaken",
+    [("st.release.sys", "st.relaxed.sys"), ("ld.acquire.sys", "ld.relaxed.sys"), ("st.release.sys", "st.release.gpu")],
+)
 def test_a_weakened_flag_is_caught(weaken: tuple[str, str]) -> None:
     peers = peers_for(2)
     peers.weaken = weaken
