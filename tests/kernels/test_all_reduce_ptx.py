@@ -38,8 +38,8 @@ def test_two_shots_release_and_acquire_each_peer_twice_at_system_scope(binaries:
             assert compiled.ptx.count("ld.acquire.sys.global.u32") >= 2 * kernel.ranks, kernel.label
             assert "fence" not in compiled.ptx, "a release needs none"
             assert ".gpu.global.u32" not in compiled.ptx
-            facts = binary.facts(compiled)
-            assert (facts.widest_load, facts.widest_store) == (128, 128)
+            assert "ld.global.L1::no_allocate.v4.b32" in compiled.ptx
+            assert "st.global.L1::no_allocate.v4.b32" in compiled.ptx
 
 
 def test_nothing_spills(binaries: list[Binary]) -> None:
