@@ -4,8 +4,8 @@
 
 Writes kernels.json and kernels.md after every case, so that an interrupted run keeps what it has. A time is the median
 over graph replays divided by the calls in the graph; the spread is the distance from the 10th to the 90th percentile.
-Peers: eager torch, torch.compile, quack if it can be imported, and FlashInfer's kernels if `--flashinfer` names a folder
-with its `norm` and `silu_and_mul` modules built as fi_norm.so and fi_silu.so.
+Peers: eager torch, torch.compile, quack if it can be imported, and FlashInfer's kernels if `--flashinfer` names a
+folder with its `norm` and `silu_and_mul` modules built as fi_norm.so and fi_silu.so.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -116,7 +117,7 @@ def bf16(*shape: int) -> torch.Tensor:
 # --- Cases ------------------------------------------------------------------------------------------------------------
 
 
-def norms(peers: "Peers") -> Iterator[Case]:
+def norms(peers: Peers) -> Iterator[Case]:
     for rows, hidden in ((1, 2880), (64, 2880), (64, 7168), (65536, 2880), (32768, 7168), (1 << 20, 128)):
         x, residual, weight = bf16(rows, hidden), bf16(rows, hidden), bf16(hidden)
         size, shape = rows * hidden * 2, f"{rows}x{hidden}"
@@ -137,15 +138,15 @@ def norms(peers: "Peers") -> Iterator[Case]:
             {"torch": added, **peers.add_norm(x, residual, weight)}, added,
         )  # fmt: skip
         if hidden % 128 == 0 or hidden == 2880:
-            for format in (FP8, MXFP8):
-                fused = functools.partial(rms_norm_quantized, x, weight, EPS, format, residual=residual)
+            for fmt in (FP8, MXFP8):
+                fused = functools.partial(rms_norm_quantized, x, weight, EPS, fmt, residual=residual)
 
-                def apart(x: Any = x, residual: Any = residual, weight: Any = weight, format: Any = format) -> Any:
+                def apart(x: Any = x, residual: Any = residual, weight: Any = weight, fmt: Any = fmt) -> Any:
                     normed, total = add_rms_norm(x, residual, weight, EPS)
-                    return quantize(normed, format), total
+                    return quantize(normed, fmt), total
 
-                moved = int(3.5 * size) + rows * format.blocks(hidden) * format.scale.bytes
-                yield Case(f"add_rms_norm_{format}", shape, fused, moved, {"ours apart": apart})
+                moved = int(3.5 * size) + rows * fmt.blocks(hidden) * fmt.scale.bytes
+                yield Case(f"add_rms_norm_{fmt}", shape, fused, moved, {"ours apart": apart})
             fused = functools.partial(rms_norm_quantized, x, weight, EPS, FP8)
             two = functools.partial(lambda x, weight: quantize(rms_norm(x, weight, EPS), FP8), x, weight)
             moved = int(1.5 * size) + rows * FP8.blocks(hidden) * 4
@@ -163,8 +164,9 @@ def qk_norms(peers: Peers) -> Iterator[Case]:
         rows = bf16(tokens * (query_heads + key_heads), head_dim)
         cos, sin = (torch.randn(tokens, head_dim // 2, device=CUDA) for _ in range(2))
         positions = torch.randperm(tokens, device=CUDA)
-        slots = torch.randperm(-(-tokens // 64) * 64, device=CUDA)[:tokens]
-        cache = PagedCache(*(torch.zeros(-(-tokens // 64), 64, key_heads, head_dim, device=CUDA, dtype=BF16) for _ in "kv"), slots)
+        blocks = -(-tokens // 64)
+        slots = torch.randperm(blocks * 64, device=CUDA)[:tokens]
+        cache = PagedCache(bf16(blocks, 64, key_heads, head_dim), bf16(blocks, 64, key_heads, head_dim), slots)
         size = tokens * (query_heads + key_heads) * head_dim * 2
         shape = f"{tokens}x({query_heads}+{key_heads})x{head_dim}"
 
@@ -189,7 +191,9 @@ def qk_norms(peers: Peers) -> Iterator[Case]:
                 cache.values.view(-1, *v.shape[1:]).index_copy_(0, cache.slots, v)
 
             moved = tokens * heads * head_dim * 4 + tokens * head_dim * 4
-            yield Case("qk_norm_rope_cache" if norm else "rope_cache", shape, call, moved, {"ours apart + torch": apart})
+            yield Case(
+                "qk_norm_rope_cache" if norm else "rope_cache", shape, call, moved, {"ours apart + torch": apart}
+            )
 
 
 def activations(peers: Peers) -> Iterator[Case]:
@@ -211,7 +215,10 @@ def activations(peers: Peers) -> Iterator[Case]:
         yield Case("clamped_swiglu + bias", shape, clamped, 3 * size, {"torch": swiglu}, swiglu)
         plain = functools.partial(silu_mul, x)
         yield Case("silu_mul", shape, plain, 3 * size, {"torch": silu, **peers.silu(x)}, silu)
-        for name, gate, one in (("clamped_swiglu + bias", Gate.CLAMPED_SWIGLU, clamped), ("silu_mul", Gate.SILU, plain)):
+        for name, gate, one in (
+            ("clamped_swiglu + bias", Gate.CLAMPED_SWIGLU, clamped),
+            ("silu_mul", Gate.SILU, plain),
+        ):
             options = {"limit": 7.0, "bias": bias, "rows": which} if gate is Gate.CLAMPED_SWIGLU else {}
             fused = functools.partial(activate_quantized, gate, x, FP8, **options)
             apart = functools.partial(lambda one: quantize(one(), FP8), one)
@@ -222,9 +229,9 @@ def activations(peers: Peers) -> Iterator[Case]:
 def quantisers(peers: Peers) -> Iterator[Case]:
     for rows, columns in ((64, 2880), (65536, 2880), (32768, 7168)):
         x, shape = bf16(rows, columns), f"{rows}x{columns}"
-        for format in FORMATS.values():
-            scale = torch.ones(1, device=CUDA) if format is NVFP4 else None
-            codes, scales = quantize(x, format, global_scale=scale)
+        for fmt in FORMATS.values():
+            scale = torch.ones(1, device=CUDA) if fmt is NVFP4 else None
+            codes, scales = quantize(x, fmt, global_scale=scale)
             moved = rows * columns * 2 + codes.nbytes + scales.nbytes
 
             def torch_fp8(x: Any = x, columns: int = columns) -> Any:
@@ -232,10 +239,10 @@ def quantisers(peers: Peers) -> Iterator[Case]:
                 scales = blocks.abs().amax(-1).clamp(min=1e-10) / 448
                 return (blocks / scales[..., None]).to(torch.float8_e4m3fn), scales
 
-            call = functools.partial(quantize, x, format, global_scale=scale)
-            yield Case(f"quantize {format}", shape, call, moved, {}, torch_fp8 if format is FP8 else None)
-            call = functools.partial(dequantize, codes, scales, format, global_scale=scale)
-            yield Case(f"dequantize {format}", shape, call, moved)
+            call = functools.partial(quantize, x, fmt, global_scale=scale)
+            yield Case(f"quantize {fmt}", shape, call, moved, {}, torch_fp8 if fmt is FP8 else None)
+            call = functools.partial(dequantize, codes, scales, fmt, global_scale=scale)
+            yield Case(f"dequantize {fmt}", shape, call, moved)
 
 
 def routers(peers: Peers) -> Iterator[Case]:
@@ -399,17 +406,17 @@ def gpt_oss_variants() -> int:
 
 def cold_start(folder: Path) -> dict[str, Any]:
     """Seconds until all variants that GPT-OSS uses have run once, in a fresh process: compiled, then from disk."""
-    import os  # noqa: PLC0415
-
     result = {}
+    command = [sys.executable, "-c", COLD_START]
+    environment = {**os.environ, "ROSE_KERNEL_CACHE": str(folder)}
     for name in ("compiled", "from disk"):
-        environment = {**os.environ, "ROSE_KERNEL_CACHE": str(folder)}
-        done = subprocess.run([sys.executable, "-c", COLD_START], env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
         line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT")), None)
         if line is None:
             return {"failed": done.stderr[-2000:]}
-        torch_s, import_s, load_s, count = line.split()[1:]
-        result[name] = {"import_s": float(import_s), "load_s": float(load_s), "kernels": int(count)}
+        _, torch_s, import_s, load_s, count = line.split()
+        seconds = {"torch_s": float(torch_s), "import_s": float(import_s), "load_s": float(load_s)}
+        result[name] = {**seconds, "kernels": int(count)}
     return result
 
 
@@ -439,12 +446,16 @@ def measure(case: Case, compile_peers: bool) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """The results as Markdown."""
+    machine, copies = result["machine"], result["copy_tb_s"]
     lines = [
-        f"# Kernels on {result['machine']['gpu']}",
+        f"# Kernels on {machine['gpu']}",
         "",
-        f"`{result['command']}`, {result['date']}, driver {result['machine']['driver']}, torch {result['machine']['torch']}.",
-        f"Copy rate in this run (bytes read and written): {result['copy_tb_s']['4 GiB']:.2f} TB/s for 4 GiB of traffic, "
-        f"{result['copy_tb_s']['512 MiB']:.2f} TB/s for 512 MiB; shares are of the first. Times are us a call in a CUDA graph, median (spread p10-p90).",
+        f"`{result['command']}`, {result['date']}, driver {machine['driver']}, torch {machine['torch']};",
+        f"peers: {machine['peers']}.",
+        "",
+        f"Copy rate in this run (bytes read and written): {copies['4 GiB']:.2f} TB/s for 4 GiB of traffic, "
+        f"{copies['512 MiB']:.2f} TB/s for 512 MiB; shares are of the first.",
+        "Times are us a call in a CUDA graph, median (spread p10-p90); a peer's factor is its time over ours.",
         "",
         "| kernel | shape | us | TB/s | of copy rate | peers, us |",
         "|---|---|---|---|---|---|",
@@ -455,14 +466,16 @@ def table(result: dict[str, Any]) -> str:
             lines.append(f"| {row['kernel']} | {row['shape']} | failed: {row['failed'][:80]} | | | |")
             continue
         big = row["bytes"] >= 1 << 28
+        own = row["us"]["median"]
         peers = ", ".join(
-            f"{name} {t['median']:.2f} ({t['median'] / row['us']['median']:.2f}x)" if "median" in t else f"{name} failed"
+            f"{name} {t['median']:.2f} ({t['median'] / own:.2f}x)" if "median" in t else f"{name} failed"
             for name, t in row["peers"].items()
         )
         speed = f"{row['tb_s']:.2f} | {row['tb_s'] / rate:.0%}" if big else " | "
-        us = f"{row['us']['median']:.2f} ({row['us']['spread']:.2f})"
+        us = f"{own:.2f} ({row['us']['spread']:.2f})"
         lines.append(f"| {row['kernel']} | {row['shape']} | {us} | {speed} | {peers} |")
-    for title, key in (("Grid barrier, us by blocks", "barrier_us"), ("Cold start of GPT-OSS's variants", "cold_start")):
+    extras = {"Grid barrier, us by blocks": "barrier_us", "Cold start of GPT-OSS's variants, s": "cold_start"}
+    for title, key in extras.items():
         lines += ["", f"{title}: `{json.dumps(result.get(key))}`"]
     return "\n".join(lines) + "\n"
 
@@ -479,7 +492,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--flashinfer")
-    parser.add_argument("--compile-until", type=float, default=150.0, help="seconds after which torch.compile is left out")
+    parser.add_argument("--compile-until", type=float, default=150.0, help="seconds after which it is left out")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
@@ -512,7 +525,10 @@ def main() -> None:
             compile_peers = not arguments.no_compile and time.perf_counter() - started < arguments.compile_until
             try:
                 row = measure(case, compile_peers)
-                print(f"{row['kernel']:32} {row['shape']:20} {row['us']['median']:9.2f} us {row['tb_s']:6.2f} TB/s", flush=True)
+                print(
+                    f"{row['kernel']:32} {row['shape']:20} {row['us']['median']:9.2f} us {row['tb_s']:6.2f} TB/s",
+                    flush=True,
+                )
             except Exception as error:
                 traceback.print_exc()
                 row = {"kernel": case.kernel, "shape": case.shape, "failed": f"{type(error).__name__}: {error}"}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import click
 
-from rose_dist.kernels import binary, dsl, jit, registry
+from rose_dist.kernels import binary, jit, registry
 from rose_dist.kernels.arch import ARCHS
 
 
@@ -22,7 +22,6 @@ def command(names: Sequence[str], only: str) -> None:
     unknown = sorted(set(names) - set(ARCHS))
     if unknown:
         raise click.BadParameter(f"{', '.join(unknown)}: choose from {', '.join(ARCHS)}", param_hint="--arch")
-    dsl.require()
     click.echo(f"{'regs':>4} {'stack':>5} {'load':>4} {'store':>5} {'ms':>5}  kernel")
     count, seconds, spilled = 0, 0.0, []
     for name in names or ("sm_90a", "sm_100a"):

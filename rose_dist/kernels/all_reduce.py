@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rose_dist.kernels import all_reduce_two_shot, checks, jit, launch, moe_combine, packets, sync
-from rose_dist.kernels.all_reduce_one_shot import STAGE, OneShot
-from rose_dist.kernels.all_reduce_two_shot import ADD_STAGE, MAX_BLOCKS, TAKE_STAGE, TwoShot
-from rose_dist.kernels.moe_combine import VECTOR_BYTES, Combine
+from rose_dist.kernels import checks, jit, launch, moe_combine, peer_regions
+from rose_dist.kernels.moe_dispatch import LIMIT_NS
+from rose_dist.kernels.peer_regions import MAX_BLOCKS, MAX_RANKS, PACKET_BYTES, STAGES
 
-STAGES = {
-    STAGE: "a one-shot all-reduce",
-    ADD_STAGE: "a two-shot all-reduce, for parts to add",
-    TAKE_STAGE: "a two-shot all-reduce, for sums",
-}
+if TYPE_CHECKING:
+    from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
+    from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
+
 ONE_SHOT_BYTES = {2: 1 << 20, 3: 1 << 19, 4: 1 << 18}
 """Largest tensor that one shot serves, by ranks; more ranks: 128 KB. Two shots send less, but wait twice."""
 DTYPES = (torch.bfloat16, torch.float32)
@@ -35,8 +34,8 @@ class Sizes:
     """Of the smallest GPU."""
 
     def __post_init__(self) -> None:
-        if not 2 <= self.ranks <= packets.MAX_RANKS:
-            raise checks.fail("ranks", f"is {self.ranks}; must be 2 … {packets.MAX_RANKS}")
+        if not 2 <= self.ranks <= MAX_RANKS:
+            raise checks.fail("ranks", f"is {self.ranks}; must be 2 … {MAX_RANKS}")
         if self.dtype not in DTYPES:
             raise checks.fail("dtype", f"is {self.dtype}; allowed: {', '.join(map(str, DTYPES))}")
         checks.multiple("the row size", self.hidden * self.dtype.itemsize, 16, "rows travel 16 bytes at a time")
@@ -56,8 +55,8 @@ class Sizes:
     @property
     def source_bytes(self) -> int:
         """Of one sender's part of a one-shot inbox."""
-        rows = packets.packets(self.hidden * self.dtype.itemsize // 4) * self.one_shot_rows
-        return max(rows, packets.packets(self.hidden) * self.combine_rows, 1) * packets.PACKET_BYTES
+        rows = peer_regions.packets(self.hidden * self.dtype.itemsize // 4) * self.one_shot_rows
+        return max(rows, peer_regions.packets(self.hidden) * self.combine_rows, 1) * PACKET_BYTES
 
     @property
     def slice_bytes(self) -> int:
@@ -68,12 +67,12 @@ class Sizes:
     @property
     def inbox_bytes(self) -> int:
         """Where the two-shot region starts in a rank's region."""
-        return packets.inbox_bytes(self.ranks, self.source_bytes)
+        return peer_regions.inbox_bytes(self.ranks, self.source_bytes)
 
     @property
     def region_bytes(self) -> int:
         """Of symmetric memory that every rank provides, zeroed."""
-        return self.inbox_bytes + all_reduce_two_shot.region_bytes(self.ranks, self.slice_bytes)
+        return self.inbox_bytes + peer_regions.two_shot_bytes(self.ranks, self.slice_bytes)
 
 
 class AllReduce:
@@ -84,16 +83,18 @@ class AllReduce:
 
     def __init__(
         self, sizes: Sizes, device: torch.device, rank: int, regions: tuple[int, ...],
-        limit_ns: int = sync.DEFAULT_LIMIT_NS,
+        limit_ns: int = LIMIT_NS,
     ) -> None:  # fmt: skip
         """`regions`: the address, on this device, of each rank's region of `sizes.region_bytes` zeroed bytes. No rank may
         call before all have zeroed theirs.
         """
+        from rose_dist.kernels import sync  # noqa: PLC0415 - it loads the compiler
+
         self.sizes, self.rank = sizes, rank
         self.report = sync.WaitReport(STAGES)
         self._state = torch.empty(1, dtype=torch.int64, device=device).zero_()
         self._arch = launch.device(self._state).arch
-        padding = (0,) * (packets.MAX_RANKS - sizes.ranks)
+        padding = (0,) * (MAX_RANKS - sizes.ranks)
         self._inboxes = (*regions, *padding)
         self._regions = (*(region + sizes.inbox_bytes for region in regions), *padding)
         self._tail = (self._state.data_ptr(), self.report.address, limit_ns, rank)
@@ -102,9 +103,9 @@ class AllReduce:
         self._first_slots[:, 0] = torch.arange(sizes.max_rows, dtype=torch.int32)
         self._ones = torch.empty(sizes.max_rows, 1, dtype=torch.float32, device=device).fill_(1.0)
         for norm in (False, True):
-            _load(OneShot(self._arch, sizes.ranks, sizes.hidden, sizes.dtype, None, norm))
+            _load(self._one_shot_kernel(norm))
         for dtype in {sizes.dtype, torch.float32}:
-            _load(TwoShot(self._arch, sizes.ranks, dtype))
+            _load(self._two_shot_kernel(dtype))
 
     def check(self) -> None:
         """Raise `WaitExpiredError` if a kernel has waited in vain; reads host memory only."""
@@ -117,8 +118,7 @@ class AllReduce:
         if rows > self.sizes.one_shot_rows:
             self._two_shot(x, out, rows, live_rows)
         elif rows:
-            kernel = OneShot(self._arch, self.sizes.ranks, self.sizes.hidden, x.dtype)
-            self._one_shot(kernel, out, (x, live_rows, out, 0, 0, 0, 0.0), (0,) * 6, rows)
+            self._one_shot(self._one_shot_kernel(False), out, (x, live_rows, out, 0, 0, 0, 0.0), (0,) * 6, rows)
         return out
 
     def add_rms_norm(
@@ -134,8 +134,9 @@ class AllReduce:
         checks.dtype("weight", weight, x.dtype)
         checks.shape("weight", weight, self.sizes.hidden)
         if rows:
-            kernel = OneShot(self._arch, self.sizes.ranks, self.sizes.hidden, x.dtype, None, True)
-            self._one_shot(kernel, out, (x, live_rows, out, residual, total, weight, eps), (0,) * 6, rows)
+            self._one_shot(
+                self._one_shot_kernel(True), out, (x, live_rows, out, residual, total, weight, eps), (0,) * 6, rows
+            )
         return out, total
 
     def combine(
@@ -159,10 +160,23 @@ class AllReduce:
 
     def combine_kernel(self, dtype: torch.dtype, top_k: int, out_dtype: torch.dtype, accumulate: bool) -> OneShot:
         """Loaded, so that a later `combine` may be captured."""
+        from rose_dist.kernels.cute.all_reduce_one_shot import OneShot  # noqa: PLC0415 - it loads the compiler
+        from rose_dist.kernels.cute.moe_combine import VECTOR_BYTES, Combine  # noqa: PLC0415
+
         source = Combine(self._arch, top_k, self.sizes.hidden, dtype, out_dtype, None, False, VECTOR_BYTES)
         kernel = OneShot(self._arch, self.sizes.ranks, self.sizes.hidden, out_dtype, source, False, accumulate)
         _load(kernel)
         return kernel
+
+    def _one_shot_kernel(self, norm: bool) -> OneShot:
+        from rose_dist.kernels.cute.all_reduce_one_shot import OneShot  # noqa: PLC0415 - it loads the compiler
+
+        return OneShot(self._arch, self.sizes.ranks, self.sizes.hidden, self.sizes.dtype, None, norm)
+
+    def _two_shot_kernel(self, dtype: torch.dtype) -> TwoShot:
+        from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot  # noqa: PLC0415 - it loads the compiler
+
+        return TwoShot(self._arch, self.sizes.ranks, dtype)
 
     def _check(self, x: Tensor, other: Tensor) -> int:
         checks.dtype("x", x, self.sizes.dtype)
@@ -183,7 +197,7 @@ class AllReduce:
         )
 
     def _two_shot(self, x: Tensor, out: Tensor, rows: int, live_rows: Tensor | None) -> None:
-        kernel = TwoShot(self._arch, self.sizes.ranks, x.dtype)
+        kernel = self._two_shot_kernel(x.dtype)
         row_vectors = self.sizes.hidden * x.element_size() // 16
         share = -(-rows * row_vectors // self.sizes.ranks)
         blocks = max(1, min(self.sizes.sms, MAX_BLOCKS, -(-share // kernel.threads)))

@@ -11,7 +11,9 @@ from rose_dist.kernels.jit import Binary
 _EIATTR_FRAME_SIZE = 0x11
 _EIATTR_REGCOUNT = 0x2F
 _WORD_FORMAT = 0x04  # the attribute's value follows it, its size in the third and fourth byte
-_ACCESS = re.compile(r"^\s*(?:@!?%p\d+\s+)?(ld|st)(?:\.\w+(?:::\w+)*)*?\.global(?:[\w.:]*?)(\.v\d)?\.\w?(\d+)\b", re.MULTILINE)
+_ACCESS = re.compile(
+    r"^\s*(?:@!?%p\d+\s+)?(ld|st)(?:\.\w+(?:::\w+)*)*?\.global(?:[\w.:]*?)(\.v\d)?\.\w?(\d+)\b", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)

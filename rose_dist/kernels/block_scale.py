@@ -6,47 +6,19 @@ of it. References: `quantize.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from rose_dist.kernels import ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.dsl import Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr, cute, cutlass
-from rose_dist.kernels.formats import E4M3_MAX, MIN_AMAX, BlockFormat, Element, Scale, ScaleLayout
+from rose_dist.kernels.formats import E4M3_MAX, MIN_AMAX, BlockFormat, BlockOutput, Element, Scale
 
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
 _E8M0_NAN = 0xFF
 _E4M3_NAN = 0x7F
 
 
-@dataclass(frozen=True)
-class BlockOutput:
-    """How one kernel writes its quantised rows: a compile-time constant of the kernel."""
-
-    format: BlockFormat
-    layout: ScaleLayout
-    columns: int
-    """Values a row."""
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row of codes."""
-        return self.columns * self.format.element.bits // 8
-
-    @property
-    def blocks(self) -> int:
-        """Scales a row."""
-        return self.format.blocks(self.columns)
-
-    def lanes(self, count: int) -> int:
-        """Lanes that share a block when each holds `count` values."""
-        return max(self.format.block // count, 1)
-
-    def __str__(self) -> str:
-        return f"{self.format}/{self.layout}"
-
-
-def encode(format: BlockFormat, arch: Arch, values: list[Any], global_scale: Any = None) -> tuple[list[Any], Any]:
+def encode(fmt: BlockFormat, arch: Arch, values: list[Any], global_scale: Any = None) -> tuple[list[Any], Any]:
     """Quantise one block that lies in this lane's `values` (fp32) and its group's.
 
     Args:
@@ -56,32 +28,32 @@ def encode(format: BlockFormat, arch: Arch, values: list[Any], global_scale: Any
         The codes, packed into u32 (u16 if there are only 16 bits), earlier values in lower bits; and the scale, an
         fp32 or a u32 with the scale's byte.
     """
-    lanes = max(format.block // len(values), 1)
+    lanes = max(fmt.block // len(values), 1)
     largest = vector.group_max(vector.largest_magnitude(values), lanes)
     finite = largest < Uint32(_INFINITY)
-    if format.scale is Scale.FP32:
+    if fmt.scale is Scale.FP32:
         # A NaN or an infinity spoils the whole block, so that it shows.
         largest = vector.max_u32(largest, ptx.bits(Float32(MIN_AMAX)))
         scale = ptx.from_bits(vector.select(finite, largest, Uint32(_NAN))) * Float32(1.0 / E4M3_MAX)
         inverse = ptx.reciprocal(scale)
-        return _pack(format.element, arch, [value * inverse for value in values]), scale
-    if format.scale is Scale.E8M0:
-        exponent = _shared_exponent(format, largest)
+        return _pack(fmt.element, arch, [value * inverse for value in values]), scale
+    if fmt.scale is Scale.E8M0:
+        exponent = _shared_exponent(fmt, largest)
         inverse = ptx.from_bits((Uint32(254) - exponent) << Uint32(23))
         scale = vector.select(finite, exponent, Uint32(_E8M0_NAN))
     else:
-        share = ptx.from_bits(largest) * Float32(1.0 / format.element.max) * global_scale
+        share = ptx.from_bits(largest) * Float32(1.0 / fmt.element.max) * global_scale
         code = Uint32(ptx.to_e4m3x2(share, Float32(0.0)))
         decoded, _ = ptx.from_e4m3x2(Uint16(code))
         inverse = vector.select(code == Uint32(0), Float32(0.0), global_scale * ptx.reciprocal(decoded))
         scale = vector.select(finite, code, Uint32(_E4M3_NAN))
-    words = _pack(format.element, arch, [value * inverse for value in values])
+    words = _pack(fmt.element, arch, [value * inverse for value in values])
     return [vector.select(finite, word, type(word)(0)) for word in words], scale
 
 
 @cute.jit
 def store(
-    output: cutlass.Constexpr, arch: cutlass.Constexpr, values: list, codes: Int64, scales: Int64, row: Int32,
+    output: cutlass.Constexpr, arch: cutlass.Constexpr, values: list[Any], codes: Int64, scales: Int64, row: Int32,
     index: Int32, padded_rows: Int32, valid: cutlass.Boolean, global_scale: Float32,
 ) -> None:  # fmt: skip
     """Quantise this lane's vector, number `index` of `row`, and store codes and scale where `valid`.
@@ -89,10 +61,10 @@ def store(
     All lanes of a warp must arrive. Lanes beyond the row's end bring its last vector: it lies in the last block, so it
     changes no maximum.
     """
-    format = output.format
-    words, scale = encode(format, arch, values, global_scale)
+    fmt = output.fmt
+    words, scale = encode(fmt, arch, values, global_scale)
     if valid:
-        code_bytes = len(values) * format.element.bits // 8
+        code_bytes = len(values) * fmt.element.bits // 8
         word_type = Uint32 if const_expr(code_bytes >= 4) else Uint16
         vector.store_words(
             codes + Int64(row) * output.row_bytes + index * code_bytes, words, word_type, arch.vector_bytes
@@ -101,7 +73,7 @@ def store(
         if index % lanes == 0:
             block = index // lanes
             place = output.layout.offset(Int64(row), Int64(block), Int64(padded_rows), output.blocks)
-            if const_expr(format.scale is Scale.FP32):
+            if const_expr(fmt.scale is Scale.FP32):
                 vector.scalar(scales + place * 4, Float32)[0] = scale
             else:
                 vector.scalar(scales + place, Uint8)[0] = Uint8(scale)
@@ -109,9 +81,7 @@ def store(
 
 
 @cute.jit
-def _zero_padding(
-    output: cutlass.Constexpr, scales: Int64, row: Int32, block: Int32, padded_rows: Int32
-) -> None:
+def _zero_padding(output: cutlass.Constexpr, scales: Int64, row: Int32, block: Int32, padded_rows: Int32) -> None:
     """The writer of a row's last scale also zeroes those after it that only pad the layout."""
     padding = output.layout.padded_blocks(output.blocks) - output.blocks
     if const_expr(padding > 0):
@@ -123,32 +93,32 @@ def _zero_padding(
 
 def read_global_scale(output: BlockOutput | None, address: Any) -> Any:
     """NVFP4's fp32 at `address`; 1 for formats that have none."""
-    needed = output is not None and output.format.scale is Scale.E4M3
+    needed = output is not None and output.fmt.scale is Scale.E4M3
     return vector.scalar(address, Float32)[0] if needed else Float32(1.0)
 
 
 def load_codes(source: BlockOutput, codes: Any, row: Any, index: Any, count: int) -> list[Any]:
     """The u32 words of a row's vector of `count` codes number `index`."""
-    words = source.format.element.bits * count // 32
+    words = source.fmt.element.bits * count // 32
     loaded = vector.load(codes + Int64(row) * source.row_bytes + index * (words * 4), Uint32, words, words * 4)
     return [loaded[i] for i in range(words)]
 
 
 def load_scale(source: BlockOutput, scales: Any, row: Any, column: Any, padded_rows: Any, global_scale: Any) -> Any:
     """The fp32 by which the codes of a row's block at `column` are multiplied."""
-    block = column // source.format.block
+    block = column // source.fmt.block
     place = source.layout.offset(Int64(row), Int64(block), Int64(padded_rows), source.blocks)
-    if source.format.scale is Scale.FP32:
+    if source.fmt.scale is Scale.FP32:
         return vector.scalar(scales + place * 4, Float32)[0]
     byte = Uint32(vector.scalar(scales + place, Uint8)[0])
-    if source.format.scale is Scale.E8M0:
+    if source.fmt.scale is Scale.E8M0:
         return decode_e8m0(byte)
     return ptx.from_e4m3x2(Uint16(byte))[0] * ptx.reciprocal(global_scale)
 
 
-def decode(format: BlockFormat, arch: Arch, words: list[Any], scale: Any) -> list[Any]:
+def decode(fmt: BlockFormat, arch: Arch, words: list[Any], scale: Any) -> list[Any]:
     """fp32 values of packed codes. `scale` is fp32; codes × scale is exact unless it leaves fp32's range."""
-    return [value * scale for word in words for value in _unpack(format.element, arch, word)]
+    return [value * scale for word in words for value in _unpack(fmt.element, arch, word)]
 
 
 def decode_e8m0(byte: Any) -> Any:
@@ -158,12 +128,12 @@ def decode_e8m0(byte: Any) -> Any:
     return ptx.from_bits(vector.select(Uint32(byte) == Uint32(_E8M0_NAN), Uint32(0x7FC00000), bits))
 
 
-def _shared_exponent(format: BlockFormat, largest: Any) -> Any:
+def _shared_exponent(fmt: BlockFormat, largest: Any) -> Any:
     """Biased power-of-two exponent of the block's scale, 0 … 254, from the bits of its largest magnitude."""
     # Floor takes the exponent field. Ceil adds what makes a mantissa above that of the element's maximum carry into it.
     # Subnormal maxima fall to the least exponent like everything below it.
-    carry = 0 if format.saturates else 0x7FFFFF - format.element.max_mantissa
-    exponent = Int32((largest + Uint32(carry)) >> Uint32(23)) - Int32(format.element.max_exponent)
+    carry = 0 if fmt.saturates else 0x7FFFFF - fmt.element.max_mantissa
+    exponent = Int32((largest + Uint32(carry)) >> Uint32(23)) - Int32(fmt.element.max_exponent)
     return Uint32(vector.select(exponent < Int32(0), Int32(0), exponent))
 
 

@@ -8,7 +8,6 @@ from rose_dist.kernels.errors import KernelArgumentError
 from rose_dist.kernels.formats import BlockFormat, Scale, ScaleLayout
 
 
-
 def fail(name: str, problem: str) -> KernelArgumentError:
     """The error to raise for argument `name`."""
     return KernelArgumentError(f"{name}: {problem}")
@@ -61,11 +60,11 @@ def multiple(name: str, value: int, of: int, why: str) -> None:
         raise fail(name, f"is {value}; must be a positive multiple of {of} ({why})")
 
 
-def global_scale(format: BlockFormat, tensor: torch.Tensor | None, device: torch.device) -> None:
+def global_scale(fmt: BlockFormat, tensor: torch.Tensor | None, device: torch.device) -> None:
     """NVFP4 comes with an fp32 tensor scale of one element, other formats without."""
-    if (format.scale is Scale.E4M3) != (tensor is not None):
+    if (fmt.scale is Scale.E4M3) != (tensor is not None):
         needs = "needs one: fp32 [1], 448 · 6 / max|x|" if tensor is None else "takes none; leave it out"
-        raise fail("global_scale", f"format {format} {needs}")
+        raise fail("global_scale", f"format {fmt} {needs}")
     if tensor is not None:
         shape("global_scale", tensor, 1)
         dtype("global_scale", tensor, torch.float32)
@@ -80,9 +79,9 @@ def live_rows(tensor: torch.Tensor | None, device: torch.device) -> None:
         same_device("live_rows", tensor, device)
 
 
-def scales(tensor: torch.Tensor, format: BlockFormat, layout: ScaleLayout, rows: int, columns: int) -> None:
+def scales(tensor: torch.Tensor, fmt: BlockFormat, layout: ScaleLayout, rows: int, columns: int) -> None:
     """The shape, strides and dtype that `ScaleLayout.empty` gives."""
-    wanted = layout.empty(format, rows, columns, torch.device("meta"))
+    wanted = layout.empty(fmt, rows, columns, torch.device("meta"))
     dtype("scales", tensor, wanted.dtype)
     shape("scales", tensor, *wanted.shape)
     if tensor.numel() and tensor.stride() != wanted.stride():

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from rose_dist.kernels import checks, jit, launch, ptx, vector
-from rose_dist.kernels.arch import Arch
-from rose_dist.kernels.dsl import TYPES, Boolean, Int32, Int64, Stream, cute, range_constexpr
-from rose_dist.kernels.variants import ROW_SHAPES, RowShape, RowTiling, tile
+from rose_dist.kernels import checks, launch
+from rose_dist.kernels.variants import ROW_SHAPES
 
 
 def embed(ids: Tensor, table: Tensor, *, first_id: int = 0) -> Tensor:
@@ -42,71 +37,10 @@ def embed(ids: Tensor, table: Tensor, *, first_id: int = 0) -> Tensor:
     if ids.shape[0]:
         device = launch.device(table)
         size = table.element_size()
-        vector_bytes = vector.widest(device.arch, table.stride(0) * size, hidden * size, table.data_ptr())
+        vector_bytes = launch.widest(device.arch, table.stride(0) * size, hidden * size, table.data_ptr())
         shape = ROW_SHAPES.select(ids.shape[0] // device.sms)
-        launcher = _launcher(device.arch, table.dtype, ids.dtype, hidden, shape, vector_bytes)
+        from rose_dist.kernels.cute import embedding as cute  # noqa: PLC0415 - it loads the compiler
+
+        launcher = cute.launcher(device.arch, table.dtype, ids.dtype, hidden, shape, vector_bytes)
         launch.run(launcher, table, ids, table, table.stride(0), out, first_id, held_ids, ids.shape[0])
     return out
-
-
-@cache
-def _launcher(
-    arch: Arch, dtype: torch.dtype, id_dtype: torch.dtype, hidden: int, shape: RowShape, vector_bytes: int
-) -> jit.Launcher:
-    tiling = tile(hidden * dtype.itemsize // vector_bytes, vector_bytes, shape)
-    return jit.load(Embed(arch, dtype, id_dtype, tiling, vector_bytes))
-
-
-@dataclass(frozen=True)
-class Embed(jit.Kernel):
-    """Copies rows; a row that is not held is written as zeros."""
-
-    dtype: torch.dtype
-    id_dtype: torch.dtype
-    tiling: RowTiling
-    vector_bytes: int
-
-    @cute.jit
-    def __call__(
-        self, ids: Int64, table: Int64, stride: Int64, out: Int64, first_id: Int64, held_ids: Int64, tokens: Int32,
-        stream: Stream,
-    ):  # fmt: skip
-        blocks = (tokens + (self.tiling.rows_per_block - 1)) // self.tiling.rows_per_block
-        self.kernel(ids, table, stride, out, first_id, held_ids, tokens).launch(
-            grid=[blocks, 1, 1], block=[self.tiling.threads, 1, 1], stream=stream, use_pdl=True
-        )
-
-    @cute.kernel
-    def kernel(
-        self, ids: Int64, table: Int64, stride: Int64, out: Int64, first_id: Int64, held_ids: Int64, tokens: Int32
-    ):  # fmt: skip
-        tiling, dtype = self.tiling, TYPES[self.dtype]
-        count = self.vector_bytes // self.dtype.itemsize
-        lane, token = vector.row_of_thread(tiling)
-        ptx.exit_if(token >= tokens)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        row = Int64(vector.scalar(ids + Int64(token) * self.id_dtype.itemsize, TYPES[self.id_dtype])[0]) - first_id
-        held = Boolean(row >= 0) & (row < held_ids)
-        source = table + vector.select(held, row, Int64(0)) * stride * self.dtype.itemsize
-        values = []
-        for i in range_constexpr(tiling.vectors):
-            index = vector.place(tiling, lane, i)
-            values.append(vector.load(source + index * self.vector_bytes, dtype, count, self.vector_bytes))
-        for i in range_constexpr(tiling.vectors):
-            index = vector.place(tiling, lane, i)
-            valid = Boolean(vector.in_row(tiling, lane, i))
-            target = out + (Int64(token) * tiling.row_vectors + index) * self.vector_bytes
-            self.copy(valid, held, target, values[i])
-
-    @cute.jit
-    def copy(self, valid: Boolean, held: Boolean, target: Int64, values: cute.TensorSSA) -> None:
-        """Store a vector, or zeros if its row is not held, where `valid`."""
-        count = self.vector_bytes // self.dtype.itemsize
-        if valid:
-            if held:
-                vector.store(target, values, TYPES[self.dtype], count, self.vector_bytes)
-            else:
-                zeros = cute.make_rmem_tensor(count, TYPES[self.dtype])
-                zeros.fill(0)
-                vector.store(target, zeros.load(), TYPES[self.dtype], count, self.vector_bytes)

@@ -114,9 +114,8 @@ class ScaleLayout(enum.Enum):
 
     def padded_rows(self, rows: int) -> int:
         """Rows including padding; its scales are never written, the values they would scale do not exist."""
-        return {"rows": rows, "columns": _up(rows, 4), "packed_columns": _up(rows, 4), "tiles": _up(rows, 128)}[
-            self.value
-        ]
+        multiple = {ScaleLayout.ROWS: 1, ScaleLayout.TILES: 128}.get(self, 4)
+        return -(-rows // multiple) * multiple
 
     def offset(self, row: Any, block: Any, rows: Any, blocks: int) -> Any:
         """Index of the scale among all, padding counted. Plain arithmetic: ints, tensors and device values alike.
@@ -134,24 +133,51 @@ class ScaleLayout(enum.Enum):
         tile = (row // 128) * (_up(blocks, 4) // 4) + block // 4
         return tile * 512 + (row % 32) * 16 + ((row // 32) % 4) * 4 + block % 4
 
-    def empty(self, format: BlockFormat, rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    def empty(self, fmt: BlockFormat, rows: int, columns: int, device: torch.device) -> torch.Tensor:
         """Unwritten scales for [rows, columns] values, in the shape that the libraries expect.
 
         ROWS: [rows, blocks]. COLUMNS: [rows, blocks] with strides (1, padded rows). PACKED_COLUMNS: int32
         [rows, blocks / 4 rounded up] with strides (1, padded rows). TILES: [padded rows, padded blocks], to be read
         as bytes in tile order.
         """
-        blocks = format.blocks(columns)
+        blocks = fmt.blocks(columns)
         height, width = self.padded_rows(rows), self.padded_blocks(blocks)
         if self is ScaleLayout.PACKED_COLUMNS:
             words = torch.empty(width // 4, height, dtype=torch.int32, device=device)
             return words.T[:rows]
         if self is ScaleLayout.COLUMNS:
-            return torch.empty(width, height, dtype=format.scale.value, device=device).T[:rows]
-        return torch.empty(height, width, dtype=format.scale.value, device=device)
+            return torch.empty(width, height, dtype=fmt.scale.value, device=device).T[:rows]
+        return torch.empty(height, width, dtype=fmt.scale.value, device=device)
 
     def __str__(self) -> str:
         return self.value
+
+
+@dataclass(frozen=True)
+class BlockOutput:
+    """How one kernel writes its quantised rows: a compile-time constant of the kernel."""
+
+    fmt: BlockFormat
+    layout: ScaleLayout
+    columns: int
+    """Values a row."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of codes."""
+        return self.columns * self.fmt.element.bits // 8
+
+    @property
+    def blocks(self) -> int:
+        """Scales a row."""
+        return self.fmt.blocks(self.columns)
+
+    def lanes(self, count: int) -> int:
+        """Lanes that share a block when each holds `count` values."""
+        return max(self.fmt.block // count, 1)
+
+    def __str__(self) -> str:
+        return f"{self.fmt}/{self.layout}"
 
 
 def _up(n: Any, multiple: int) -> Any:

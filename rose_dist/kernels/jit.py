@@ -24,7 +24,6 @@ from typing import Any, get_type_hints
 
 import torch
 
-from rose_dist.kernels import dsl
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.errors import CompileInCaptureError
 
@@ -71,13 +70,11 @@ class Binary:
 def load(kernel: Kernel) -> Launcher:
     """The kernel, ready to launch on GPUs of its arch: from memory, else from disk, else compiled.
 
-    Raises `CompileInCaptureError` inside CUDA graph capture unless the kernel is in memory, and
-    `MissingToolchainError` without CuTeDSL.
+    Raises `CompileInCaptureError` inside CUDA graph capture unless the kernel is in memory.
     """
     launcher = _loaded.get(kernel)
     if launcher is not None:
         return launcher
-    dsl.require()
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise CompileInCaptureError(f"{kernel.label} was not loaded before graph capture: run the step once first")
     with _lock:
@@ -112,11 +109,14 @@ def cache_path(kernel: Kernel) -> Path:
 
 
 def _placeholder(hint: Any) -> Any:
+    from rose_dist.kernels import dsl  # noqa: PLC0415 - it loads the compiler
+
     return dsl.cute.runtime.make_fake_stream() if hint is dsl.Stream else hint(1)
 
 
 def _compile(kernel: Kernel, options: str = "") -> Any:
-    dsl.require()
+    from rose_dist.kernels import dsl  # noqa: PLC0415 - it loads the compiler
+
     options = f"--gpu-arch {kernel.arch} --enable-tvm-ffi {options}"
     return dsl.cute.compile(kernel, *kernel.arguments(), options=options)
 
@@ -142,6 +142,8 @@ def _read(path: Path) -> Launcher | None:
     if stored[-32:] != hashlib.sha256(stored[:-32]).digest():
         log.warning("kernel cache: %s is damaged, compiling again", path)
         return None
+    from rose_dist.kernels import dsl  # noqa: PLC0415 - it loads the compiler
+
     # The digest at the end lies outside every ELF section, so the loader passes over it.
     module = dsl.cute.runtime.load_module(str(path), enable_tvm_ffi=True)
     launcher: Launcher = module[_ENTRY]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rose_dist.kernels.arch import DeviceInfo, device_info
+from rose_dist.kernels.arch import Arch, DeviceInfo, device_info
 from rose_dist.kernels.formats import BlockFormat, ScaleLayout
 from rose_dist.kernels.jit import Launcher
 
@@ -18,7 +19,7 @@ def device(tensor: Tensor) -> DeviceInfo:
 
 
 def run(launcher: Launcher, on: Tensor, *arguments: Any) -> None:
-    """Launch on the current stream of the GPU that holds `on`; `arguments` are numbers and tensors (None: address 0)."""
+    """Launch on the current stream of the GPU that holds `on`; `arguments` are numbers and tensors (None is 0)."""
     index = on.device.index
     stream = torch._C._cuda_getCurrentRawStream(index)
     numbers = [address(a) if isinstance(a, Tensor) or a is None else a for a in arguments]
@@ -29,14 +30,19 @@ def run(launcher: Launcher, on: Tensor, *arguments: Any) -> None:
             launcher(*numbers, stream)
 
 
+def widest(arch: Arch, row_bytes: int, *addresses: int) -> int:
+    """Bytes of the widest access (a power of two ≤ `arch.vector_bytes`) that rows and base addresses allow."""
+    return math.gcd(arch.vector_bytes, row_bytes, *addresses)
+
+
 def address(tensor: Tensor | None) -> int:
     """The device address of the first element, 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def empty_quantized(
-    format: BlockFormat, layout: ScaleLayout, rows: int, columns: int, device: torch.device
+    fmt: BlockFormat, layout: ScaleLayout, rows: int, columns: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Unwritten codes [rows, code columns] and scales in `layout` for [rows, columns] values."""
-    codes = torch.empty(rows, format.code_columns(columns), dtype=format.codes_dtype(), device=device)
-    return codes, layout.empty(format, rows, columns, device)
+    codes = torch.empty(rows, fmt.code_columns(columns), dtype=fmt.codes_dtype(), device=device)
+    return codes, layout.empty(fmt, rows, columns, device)

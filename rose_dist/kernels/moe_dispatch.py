@@ -7,14 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rose_dist.kernels import checks, jit, launch, sync, vector
+from rose_dist.kernels import checks, jit, launch
 from rose_dist.kernels.arch import DeviceInfo
-from rose_dist.kernels.expert_slots import MAX_EXPERTS, MAX_K, PackedLayout
-from rose_dist.kernels.moe_dispatch_decode import MAX_PAIRS, DispatchDecode
-from rose_dist.kernels.moe_dispatch_prefill import STAGE, AssignSlots, ScatterRows
+from rose_dist.kernels.expert_slots import MAX_EXPERTS, MAX_K, MAX_PAIRS, PackedLayout
+from rose_dist.kernels.peer_regions import ASSIGN_STAGE, STAGES
 from rose_dist.kernels.variants import Ranges, RowShape, tile
 
 DECODE_THREADS = 256
+LIMIT_NS = 10_000_000_000
+"""After which a wait inside a kernel is given up and reported."""
 ASSIGN_WARPS = 8
 """A block; half of them for so many experts that their histograms would not fit into static shared memory."""
 SCATTER_SHAPE = RowShape(bytes=64, threads=128)
@@ -49,7 +50,7 @@ class Dispatcher:
 
     def __init__(
         self, device: torch.device, *, experts: int, first_expert: int, top_k: int, row_bytes: int, scale_bytes: int,
-        layout: PackedLayout, max_tokens: int, rank: int = 0, limit_ns: int = sync.DEFAULT_LIMIT_NS,
+        layout: PackedLayout, max_tokens: int, rank: int = 0, limit_ns: int = LIMIT_NS,
     ) -> None:  # fmt: skip
         """`experts` from `first_expert` on are here; other ids are skipped. Sizes are in bytes of a token's row and of
         its scales.
@@ -59,13 +60,17 @@ class Dispatcher:
         if not 1 <= top_k <= MAX_K:
             raise checks.fail("top_k", f"is {top_k}; must be 1 … {MAX_K}")
         checks.multiple("row_bytes", row_bytes, 16, "rows are copied 16 bytes at a time")
+        from rose_dist.kernels import sync  # noqa: PLC0415 - it loads the compiler
+        from rose_dist.kernels.cute.moe_dispatch_decode import DispatchDecode  # noqa: PLC0415
+        from rose_dist.kernels.cute.moe_dispatch_prefill import AssignSlots, ScatterRows  # noqa: PLC0415
+
         self.top_k, self.first_expert, self.rank, self.limit_ns = top_k, first_expert, rank, limit_ns
         self._barrier = torch.empty(1, dtype=torch.int32, device=device).zero_()
         self.info: DeviceInfo = launch.device(self._barrier)
         self._histograms = torch.empty(self.info.sms, experts, dtype=torch.int32, device=device)
-        self.report = sync.WaitReport({STAGE: "the slot assignment of a local dispatch"})
+        self.report = sync.WaitReport({ASSIGN_STAGE: STAGES[ASSIGN_STAGE]})
         arch = self.info.arch
-        width, scale_width = vector.widest(arch, row_bytes), vector.widest(arch, scale_bytes)
+        width, scale_width = launch.widest(arch, row_bytes), launch.widest(arch, scale_bytes)
         common = (experts, top_k, row_bytes, width, scale_bytes, scale_width, layout)
         self._decode = {s: jit.load(DispatchDecode(arch, *common, s, DECODE_THREADS)) for s in SPLITS.variants}
         assign = AssignSlots(arch, experts, top_k, layout, warps=ASSIGN_WARPS if experts <= 1024 else ASSIGN_WARPS // 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from rose_dist.kernels import jit, ptx, sync, vector
 from rose_dist.kernels.dsl import Float32, Int32, Int64, Stream, Uint16, Uint32, const_expr, cute, range_constexpr
@@ -24,13 +25,13 @@ class GridBarriers(jit.Kernel):
     @cute.jit
     def __call__(
         self, counter: Int64, base: Uint32, slots: Int64, report: Int64, limit_ns: Int64, blocks: Int32, stream: Stream
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         self.kernel(counter, base, slots, report, limit_ns).launch(
             grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, cooperative=True
         )
 
     @cute.kernel
-    def kernel(self, counter: Int64, base: Uint32, slots: Int64, report: Int64, limit_ns: Int64):
+    def kernel(self, counter: Int64, base: Uint32, slots: Int64, report: Int64, limit_ns: Int64) -> None:
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         for i in range(self.repeats):
             if const_expr(self.work):
@@ -48,11 +49,11 @@ class Primitives(jit.Kernel):
     multicast: bool = False
 
     @cute.jit
-    def __call__(self, flags: Int64, source: Int64, target: Int64, report: Int64, stream: Stream):
+    def __call__(self, flags: Int64, source: Int64, target: Int64, report: Int64, stream: Stream) -> None:
         self.kernel(flags, source, target, report).launch(grid=[1, 1, 1], block=[128, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(self, flags: Int64, source: Int64, target: Int64, report: Int64):
+    def kernel(self, flags: Int64, source: Int64, target: Int64, report: Int64) -> None:
         offset = Int64(cute.arch.thread_idx()[0]) * 16
         ptx.store_16b(target + offset, ptx.load_once_16b(source + offset))
         ptx.store_16b(target + offset + 2048, ptx.load_16b(source + offset))
@@ -69,7 +70,7 @@ class Primitives(jit.Kernel):
             ptx.multimem_store_16b(target + offset, ptx.multimem_load_add_bf16x8(source + offset))
             ptx.multimem_add_release(flags + 256, Uint32(1))
 
-    def order(self, flags, scope):  # type: ignore[no-untyped-def]
+    def order(self, flags: Any, scope: Any) -> Any:
         """All ordered accesses of one scope."""
         ptx.store_release(flags, ptx.load_acquire(flags, scope), scope)
         ptx.store_release_u64(flags + 8, ptx.load_acquire_u64(flags + 8, scope), scope)

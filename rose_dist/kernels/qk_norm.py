@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from rose_dist.kernels import checks, jit, launch, ptx, vector
-from rose_dist.kernels.arch import Arch
-from rose_dist.kernels.dsl import (
-    TYPES, Boolean, Float32, Int32, Int64, Stream, const_expr, cute, range_constexpr,
-)  # fmt: skip
-from rose_dist.kernels.variants import QK_HEADS_EACH
+from rose_dist.kernels import checks, launch
+from rose_dist.kernels.variants import heads_each
 
 HEAD_DIMS = (64, 128, 256)
-THREADS = 128
 
 
 class Rotary(enum.Enum):
@@ -137,13 +131,15 @@ def _launch(
     tables = () if cos is None or sin is None else (cos, sin)
     steps = [s * t.element_size() for t in (q, k, v, *stored) if t is not None for s in t.stride()[:-1]]
     steps += [t.data_ptr() for t in (q, k, v, *stored) if t is not None]
-    vector_bytes = vector.widest(device.arch, head_dim * q.element_size() // 2, *steps)
+    vector_bytes = launch.widest(device.arch, head_dim * q.element_size() // 2, *steps)
     table_dtype = torch.float32 if cos is None else cos.dtype
     heads = query_heads + key_heads * (2 if cache else 1)
-    each = QK_HEADS_EACH.select(tokens * heads // device.sms)
-    if query_heads % each or key_heads % each:
-        each = 1
-    launcher = _launcher(
+    each = heads_each(
+        query_heads, key_heads, vector_bytes, tokens * heads // device.sms, rotary=rotary is not Rotary.NONE
+    )
+    from rose_dist.kernels.cute import qk_norm as cute  # noqa: PLC0415 - it loads the compiler
+
+    launcher = cute.launcher(
         device.arch, q.dtype, table_dtype, query_heads, key_heads, head_dim, vector_bytes, norm is not None, rotary,
         cache is not None, each,
     )  # fmt: skip
@@ -215,174 +211,3 @@ def _check_cache(cache: PagedCache, k: Tensor) -> None:
             raise checks.fail(name, f"block size is {stored.shape[1]}; must be a power of two")
     if cache.keys.stride() != cache.values.stride() or cache.keys.shape != cache.values.shape:
         raise checks.fail("cache.values", "must have the shape and strides of cache.keys")
-
-
-@cache
-def _launcher(
-    arch: Arch, dtype: torch.dtype, table_dtype: torch.dtype, query_heads: int, key_heads: int, head_dim: int,
-    vector_bytes: int, norm: bool, rotary: Rotary, cache: bool, heads_each: int,
-) -> jit.Launcher:  # fmt: skip
-    heads = (query_heads, key_heads, head_dim)
-    return jit.load(QKNormRope(arch, dtype, table_dtype, *heads, vector_bytes, norm, rotary, cache, heads_each))
-
-
-@dataclass(frozen=True)
-class QKNormRope(jit.Kernel):
-    """A few lanes a head, several heads a warp. A lane owns the same place in both halves of its head, so that NeoX
-    pairs meet in its registers and only the sum of squares crosses lanes."""
-
-    dtype: torch.dtype
-    table_dtype: torch.dtype
-    query_heads: int
-    key_heads: int
-    head_dim: int
-    vector_bytes: int
-    norm: bool
-    rotary: Rotary
-    cache: bool
-    heads_each: int
-    """Neighbouring heads, all of q, of k or of v, that a group of lanes takes; they share positions and tables."""
-
-    @property
-    def count(self) -> int:
-        """Elements of a vector."""
-        return self.vector_bytes // self.dtype.itemsize
-
-    @property
-    def lanes(self) -> int:
-        """Lanes a head."""
-        return self.head_dim // (2 * self.count)
-
-    @cute.jit
-    def __call__(
-        self, q: Int64, q_token: Int64, q_head: Int64, k: Int64, k_token: Int64, k_head: Int64, v: Int64,
-        v_token: Int64, v_head: Int64, q_weight: Int64, k_weight: Int64, cos: Int64, sin: Int64, table_row: Int64,
-        positions: Int64, slots: Int64, keys: Int64, values: Int64, cache_block: Int64, cache_slot: Int64,
-        cache_head: Int64, block_shift: Int32, items: Int32, eps: Float32, stream: Stream,
-    ):  # fmt: skip
-        heads_per_block = THREADS // self.lanes
-        self.kernel(
-            q, q_token, q_head, k, k_token, k_head, v, v_token, v_head, q_weight, k_weight, cos, sin, table_row,
-            positions, slots, keys, values, cache_block, cache_slot, cache_head, block_shift, items, eps,
-        ).launch(
-            grid=[(items + (heads_per_block - 1)) // heads_per_block, 1, 1], block=[THREADS, 1, 1], stream=stream,
-            use_pdl=True,
-        )  # fmt: skip
-
-    @cute.kernel
-    def kernel(
-        self, q: Int64, q_token: Int64, q_head: Int64, k: Int64, k_token: Int64, k_head: Int64, v: Int64,
-        v_token: Int64, v_head: Int64, q_weight: Int64, k_weight: Int64, cos: Int64, sin: Int64, table_row: Int64,
-        positions: Int64, slots: Int64, keys: Int64, values: Int64, cache_block: Int64, cache_slot: Int64,
-        cache_head: Int64, block_shift: Int32, items: Int32, eps: Float32,
-    ):  # fmt: skip
-        width, each = self.dtype.itemsize, self.heads_each
-        groups = (self.query_heads + self.key_heads * (2 if self.cache else 1)) // each
-        thread = cute.arch.thread_idx()[0]
-        lane = thread % self.lanes
-        item = cute.arch.block_idx()[0] * (THREADS // self.lanes) + thread // self.lanes
-        ptx.exit_if(item >= items)
-        token, head = item // groups, item % groups * each
-        is_query = head < self.query_heads
-        is_value = head >= self.query_heads + self.key_heads
-        key_head = vector.select(is_value, head - self.query_heads - self.key_heads, head - self.query_heads)
-        base = vector.select(is_query, q + Int64(token) * q_token * width, k + Int64(token) * k_token * width)
-        stride = vector.select(is_query, q_head, k_head)
-        if const_expr(self.cache):
-            base = vector.select(is_value, v + Int64(token) * v_token * width, base)
-            stride = vector.select(is_value, v_head, stride)
-        lane_bytes = lane * self.vector_bytes
-        source = base + Int64(vector.select(is_query, head, key_head)) * stride * width + lane_bytes
-        weights = self.load_halves(vector.select(is_query, q_weight, k_weight) + lane_bytes) if self.norm else None
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        # What other addresses hang on comes first.
-        table, slot = Int64(token), Int64(0)
-        if const_expr(self.cache):
-            if positions != 0:
-                table = vector.scalar(positions + Int64(token) * 8, Int64)[0]
-            slot = vector.scalar(slots + Int64(token) * 8, Int64)[0]
-        raw = [self.load_halves(source + Int64(i) * stride * width) for i in range(each)]
-        turns = self.load_turns(cos, sin, table * table_row, lane) if self.rotary is not Rotary.NONE else None
-        target, target_stride = source, stride
-        if const_expr(self.cache):
-            place = (slot >> Int64(block_shift)) * cache_block + Int64(key_head) * cache_head
-            place += (slot & ((Int64(1) << Int64(block_shift)) - 1)) * cache_slot
-            stored = vector.select(is_value, values, keys) + place * width + lane_bytes
-            target = vector.select(is_query, source, stored)
-            target_stride = vector.select(is_query, stride, cache_head)
-            slot = vector.select(is_query, Int64(0), slot)
-        for i in range_constexpr(each):
-            self.finish(
-                raw[i], weights, turns, target + Int64(i) * target_stride * width, is_value, slot >= 0, eps
-            )
-
-    @cute.jit
-    def finish(
-        self, raw: list, weights: list, turns: list, target: Int64, is_value: Boolean, wanted: Boolean, eps: Float32
-    ) -> None:
-        """Norm, rotate and store one head; values are stored as they are."""
-        parts = [raw[0].to(Float32), raw[1].to(Float32)]
-        if const_expr(self.norm):
-            parts = self.normalise(parts, weights, eps)
-        if const_expr(self.rotary is not Rotary.NONE):
-            parts = self.rotate(parts, turns)
-        if wanted:
-            if const_expr(self.cache):
-                if is_value:
-                    self.write(target, raw)
-                else:
-                    self.write(target, parts)
-            else:
-                self.write(target, parts)
-
-    def load_halves(self, address):  # type: ignore[no-untyped-def]
-        """This lane's vector of each half of a head."""
-        half_bytes = self.head_dim // 2 * self.dtype.itemsize
-        return [
-            vector.load(address + i * half_bytes, TYPES[self.dtype], self.count, self.vector_bytes) for i in range(2)
-        ]
-
-    def normalise(self, parts, weights, eps):  # type: ignore[no-untyped-def]
-        """Both halves over the head's root mean square, times the weight."""
-        squares = vector.group_sum(vector.square_sum(parts[0]) + vector.square_sum(parts[1]), self.lanes)
-        inverse = cute.math.rsqrt(squares * Float32(1.0 / self.head_dim) + eps)
-        return [part * inverse * w.to(Float32) for part, w in zip(parts, weights, strict=True)]
-
-    def load_turns(self, cos, sin, row, lane):  # type: ignore[no-untyped-def]
-        """(cosines, sines) for this lane's pairs: one such of whole vectors, or one of half vectors for each half."""
-        if self.rotary is Rotary.NEOX:
-            return [[self.angles(table, row, lane * self.count, self.count) for table in (cos, sin)]]
-        pairs = self.count // 2
-        return [
-            [self.angles(table, row, lane * pairs + first, pairs) for table in (cos, sin)]
-            for first in (0, self.head_dim // 4)
-        ]
-
-    def rotate(self, parts, turns):  # type: ignore[no-untyped-def]
-        """Both halves rotated."""
-        if self.rotary is Rotary.NEOX:
-            c, s = (turn.to(Float32) for turn in turns[0])
-            a, b = parts
-            return [a * c - b * s, b * c + a * s]
-        rotated = []
-        for part, turn in zip(parts, turns, strict=True):
-            c, s = (t.to(Float32) for t in turn)
-            registers = cute.make_rmem_tensor(self.count, Float32)
-            for i in range(self.count // 2):
-                a, b = part[2 * i], part[2 * i + 1]
-                registers[2 * i] = a * c[i] - b * s[i]
-                registers[2 * i + 1] = b * c[i] + a * s[i]
-            rotated.append(registers.load())
-        return rotated
-
-    def angles(self, table, row, first, count):  # type: ignore[no-untyped-def]
-        """`count` elements of a table's row."""
-        address = table + (row + Int64(first)) * self.table_dtype.itemsize
-        return vector.load(address, TYPES[self.table_dtype], count, self.vector_bytes)
-
-    def write(self, address, parts):  # type: ignore[no-untyped-def]
-        """Store both halves of a head, rounded."""
-        for i in range(2):
-            offset = i * (self.head_dim // 2) * self.dtype.itemsize
-            vector.store(address + offset, parts[i], TYPES[self.dtype], self.count, self.vector_bytes)

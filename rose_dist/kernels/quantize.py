@@ -7,32 +7,33 @@ The rules, in fp32 with one rounding a step, so that reference and kernel agree 
 - E8M0 scales: 2^k with k = floor(log2(max|x|)) − emax (OCP MX 6.3), or the least k that clips nothing; codes are
   x / 2^k, to nearest even, saturating. k below −127 becomes −127. A block with a NaN or an infinity gets the NaN scale
   (255) and zero codes, so that the damage shows.
-- NVFP4: scale = e4m3(max|x| · (1 / 6) · global_scale), code = e2m1(x · (global_scale · (1 / scale))), 0 where the scale is 0. A
-  block with a NaN or an infinity gets the NaN scale (0x7F) and zero codes. With global_scale = 448 · 6 / max|tensor|,
-  x ≈ code · scale / global_scale.
+- NVFP4: scale = e4m3(max|x| · (1 / 6) · global_scale), code = e2m1(x · (global_scale · (1 / scale))), 0 where the
+  scale is 0. A block with a NaN or an infinity gets the NaN scale (0x7F) and zero codes. With global_scale =
+  448 · 6 / max|tensor|, x ≈ code · scale / global_scale.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from rose_dist.kernels import block_scale, checks, jit, launch, ptx, vector
-from rose_dist.kernels.arch import Arch
-from rose_dist.kernels.block_scale import BlockOutput
-from rose_dist.kernels.dsl import TYPES, Boolean, Float32, Int32, Int64, Stream, cute, range_constexpr
+from rose_dist.kernels import checks, launch
 from rose_dist.kernels.formats import (
-    E2M1_MAGNITUDES, E4M3_MAX, MIN_AMAX, BlockFormat, Element, Scale, ScaleLayout,
+    E2M1_MAGNITUDES,
+    E4M3_MAX,
+    MIN_AMAX,
+    BlockFormat,
+    BlockOutput,
+    Element,
+    Scale,
+    ScaleLayout,
 )  # fmt: skip
-from rose_dist.kernels.variants import ROW_SHAPES, RowShape, RowTiling, tile
+from rose_dist.kernels.variants import DECODE_SHAPES, ROW_SHAPES
 
 
 def quantize(
     x: Tensor,
-    format: BlockFormat,
+    fmt: BlockFormat,
     *,
     layout: ScaleLayout = ScaleLayout.ROWS,
     global_scale: Tensor | None = None,
@@ -56,12 +57,12 @@ def quantize(
     checks.shape("x", x, None, None)
     checks.dtype("x", x, torch.bfloat16, torch.float16, torch.float32)
     checks.multiple("x's columns", x.shape[1], 16, "codes and blocks are written in whole words")
-    checks.global_scale(format, global_scale, x.device)
+    checks.global_scale(fmt, global_scale, x.device)
     rows, columns = x.shape
-    codes, scales = launch.empty_quantized(format, layout, rows, columns, x.device)
+    codes, scales = launch.empty_quantized(fmt, layout, rows, columns, x.device)
     if not x.is_cuda:
         live = rows if live_rows is None else min(int(live_rows), rows)
-        plain_codes, plain_scales = reference(x[:live], format, global_scale)
+        plain_codes, plain_scales = reference(x[:live], fmt, global_scale)
         codes[:live] = plain_codes
         arrange(plain_scales, layout, scales, live)
         return codes, scales
@@ -70,19 +71,19 @@ def quantize(
     if rows:
         device = launch.device(x)
         stride = x.stride(0) * x.element_size()
-        vector_bytes = vector.widest(device.arch, stride, columns * x.element_size(), x.data_ptr())
-        output = BlockOutput(format, layout, columns)
-        launcher = _quantizer(device.arch, x.dtype, ROW_SHAPES.select(rows // device.sms), vector_bytes, output)
-        launch.run(
-            launcher, x, x, x.stride(0), codes, scales, layout.padded_rows(rows), global_scale, live_rows, rows
-        )
+        vector_bytes = launch.widest(device.arch, stride, columns * x.element_size(), x.data_ptr())
+        output = BlockOutput(fmt, layout, columns)
+        from rose_dist.kernels.cute import quantize as cute  # noqa: PLC0415 - it loads the compiler
+
+        launcher = cute.quantizer(device.arch, x.dtype, ROW_SHAPES.select(rows // device.sms), vector_bytes, output)
+        launch.run(launcher, x, x, x.stride(0), codes, scales, layout.padded_rows(rows), global_scale, live_rows, rows)
     return codes, scales
 
 
 def dequantize(
     codes: Tensor,
     scales: Tensor,
-    format: BlockFormat,
+    fmt: BlockFormat,
     *,
     dtype: torch.dtype = torch.bfloat16,
     layout: ScaleLayout = ScaleLayout.ROWS,
@@ -93,24 +94,26 @@ def dequantize(
     code · scale (NVFP4: code · (scale · (1 / global_scale))) in fp32, rounded once.
     """
     checks.shape("codes", codes, None, None)
-    checks.dtype("codes", codes, format.codes_dtype())
+    checks.dtype("codes", codes, fmt.codes_dtype())
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise checks.fail("dtype", f"is {dtype}; allowed: bfloat16, float16, float32")
-    checks.global_scale(format, global_scale, codes.device)
-    rows, columns = codes.shape[0], codes.shape[1] * 8 // format.element.bits
+    checks.global_scale(fmt, global_scale, codes.device)
+    rows, columns = codes.shape[0], codes.shape[1] * 8 // fmt.element.bits
     checks.multiple("columns", columns, 16, "codes are read in whole words")
     if not codes.is_cuda:
-        plain = gather(scales, format, layout, rows, columns)
-        return reference_decode(codes, plain, format, columns, global_scale).to(dtype)
+        plain = gather(scales, fmt, layout, rows, columns)
+        return reference_decode(codes, plain, fmt, columns, global_scale).to(dtype)
     checks.dense("codes", codes)
     checks.same_device("scales", scales, codes.device)
-    checks.scales(scales, format, layout, rows, columns)
+    checks.scales(scales, fmt, layout, rows, columns)
     out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
     if rows:
         device = launch.device(codes)
-        vector_bytes = vector.widest(device.arch, columns * dtype.itemsize, out.data_ptr())
-        shape = ROW_SHAPES.select(rows // device.sms)
-        launcher = _dequantizer(device.arch, dtype, shape, vector_bytes, BlockOutput(format, layout, columns))
+        vector_bytes = launch.widest(device.arch, columns * dtype.itemsize, out.data_ptr())
+        shape = DECODE_SHAPES.select(rows // device.sms)
+        from rose_dist.kernels.cute import quantize as cute  # noqa: PLC0415 - it loads the compiler
+
+        launcher = cute.dequantizer(device.arch, dtype, shape, vector_bytes, BlockOutput(fmt, layout, columns))
         launch.run(launcher, codes, codes, scales, layout.padded_rows(rows), global_scale, out, rows)
     return out
 
@@ -126,14 +129,14 @@ def arrange(plain: Tensor, layout: ScaleLayout, out: Tensor, rows: int) -> None:
     flat.view(padded.dtype)[place.to(flat.device)] = padded.to(flat.device)
 
 
-def gather(scales: Tensor, format: BlockFormat, layout: ScaleLayout, rows: int, columns: int) -> Tensor:
+def gather(scales: Tensor, fmt: BlockFormat, layout: ScaleLayout, rows: int, columns: int) -> Tensor:
     """Scales of any layout as [rows, blocks]."""
-    blocks = format.blocks(columns)
+    blocks = fmt.blocks(columns)
     row, block = torch.meshgrid(torch.arange(rows), torch.arange(blocks), indexing="ij")
     place = layout.offset(row, block, layout.padded_rows(rows), blocks).to(scales.device)
-    flat = _flat(scales, format.scale.value)
+    flat = _flat(scales, fmt.scale.value)
     narrow = torch.uint8 if flat.element_size() == 1 else flat.dtype
-    return flat.view(narrow)[place].view(format.scale.value)
+    return flat.view(narrow)[place].view(fmt.scale.value)
 
 
 def _flat(scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -146,55 +149,55 @@ def _flat(scales: Tensor, dtype: torch.dtype) -> Tensor:
 # --- References -------------------------------------------------------------------------------------------------------
 
 
-def reference(x: Tensor, format: BlockFormat, global_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def reference(x: Tensor, fmt: BlockFormat, global_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`quantize` in torch, scales as [rows, blocks]; the definition that the kernel reproduces bit for bit."""
     rows, columns = x.shape
-    blocks = format.blocks(columns)
-    padded = torch.nn.functional.pad(x.float(), (0, blocks * format.block - columns))
-    values = padded.view(rows, blocks, format.block)
+    blocks = fmt.blocks(columns)
+    padded = torch.nn.functional.pad(x.float(), (0, blocks * fmt.block - columns))
+    values = padded.view(rows, blocks, fmt.block)
     largest = values.abs().amax(-1) if columns else values.new_zeros(rows, blocks)
     finite = largest.isfinite()
-    if format.scale is Scale.FP32:
+    if fmt.scale is Scale.FP32:
         scales = largest.clamp(min=MIN_AMAX) * (1.0 / E4M3_MAX)
         scales = torch.where(finite, scales, torch.nan)
         scaled = values * (1.0 / scales)[..., None]
         stored = scales
     else:
-        inverse, stored = _e8m0(largest, finite, format) if format.scale is Scale.E8M0 else _e4m3(largest, global_scale)
+        inverse, stored = _e8m0(largest, finite, fmt) if fmt.scale is Scale.E8M0 else _e4m3(largest, global_scale)
         scaled = torch.where(finite[..., None], values * inverse[..., None], 0.0)
-        stored = torch.where(finite, stored, 255 if format.scale is Scale.E8M0 else 0x7F).to(torch.uint8)
+        stored = torch.where(finite, stored, 255 if fmt.scale is Scale.E8M0 else 0x7F).to(torch.uint8)
     scaled = scaled.reshape(rows, -1)[:, :columns]
-    return _element_codes(scaled, format.element), stored.view(format.scale.value)
+    return _element_codes(scaled, fmt.element), stored.view(fmt.scale.value)
 
 
 def reference_decode(
-    codes: Tensor, scales: Tensor, format: BlockFormat, columns: int, global_scale: Tensor | None = None
+    codes: Tensor, scales: Tensor, fmt: BlockFormat, columns: int, global_scale: Tensor | None = None
 ) -> Tensor:
     """`dequantize` in torch to fp32; `scales` as [rows, blocks]."""
-    if format.element is Element.E4M3:
+    if fmt.element is Element.E4M3:
         values = codes.float()
     else:
         table = torch.tensor([*E2M1_MAGNITUDES, *(-m for m in E2M1_MAGNITUDES)], device=codes.device)
         values = table[torch.stack([codes & 15, codes >> 4], -1).int()].flatten(-2)
-    if format.scale is Scale.E8M0:
+    if fmt.scale is Scale.E8M0:
         bits = torch.where(scales == 0, 0x0040_0000, scales.int() << 23)
         wide = torch.where(scales == 255, 0x7FC0_0000, bits).int().view(torch.float32)
     else:
         wide = scales.float()
     if global_scale is not None:
         wide = wide * (1.0 / global_scale)
-    return values * wide.repeat_interleave(format.block, -1)[:, :columns]
+    return values * wide.repeat_interleave(fmt.block, -1)[:, :columns]
 
 
-def _e8m0(largest: Tensor, finite: Tensor, format: BlockFormat) -> tuple[Tensor, Tensor]:
+def _e8m0(largest: Tensor, finite: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:
     """2^−k and k + 127 of every block."""
-    if format.saturates:
-        power = torch.frexp(largest).exponent - 1 - format.element.max_exponent
+    if fmt.saturates:
+        power = torch.frexp(largest).exponent - 1 - fmt.element.max_exponent
     else:
         # max = (1 + m) · 2^e: one power more where the block's mantissa exceeds that of max.
         mantissa, power = torch.frexp(largest)
-        above = mantissa > format.element.max / 2 ** (format.element.max_exponent + 1)
-        power = power - 1 - format.element.max_exponent + above.int()
+        above = mantissa > fmt.element.max / 2 ** (fmt.element.max_exponent + 1)
+        power = power - 1 - fmt.element.max_exponent + above.int()
     exponent = torch.where(finite & (largest > 0), power + 127, 0).clamp(min=0)
     return ((254 - exponent) << 23).view(torch.float32), exponent
 
@@ -217,116 +220,3 @@ def _element_codes(scaled: Tensor, element: Element) -> Tensor:
     above = torch.where(torch.arange(7, device=scaled.device) % 2 == 1, magnitude >= middle, magnitude > middle)
     codes = above.sum(-1).to(torch.uint8) | torch.signbit(scaled).to(torch.uint8) << 3
     return codes[:, 0::2] | codes[:, 1::2] << 4
-
-
-# --- Kernels ----------------------------------------------------------------------------------------------------------
-
-
-@cache
-def _quantizer(
-    arch: Arch, dtype: torch.dtype, shape: RowShape, vector_bytes: int, output: BlockOutput
-) -> jit.Launcher:
-    count = vector_bytes // dtype.itemsize
-    tiling = tile(output.columns // count, vector_bytes, shape, group=output.lanes(count))
-    return jit.load(Quantize(arch, dtype, tiling, vector_bytes, output))
-
-
-@cache
-def _dequantizer(
-    arch: Arch, dtype: torch.dtype, shape: RowShape, vector_bytes: int, source: BlockOutput
-) -> jit.Launcher:
-    tiling = tile(source.columns // decoded_count(arch, dtype), vector_bytes, shape)
-    return jit.load(Dequantize(arch, dtype, tiling, vector_bytes, source))
-
-
-@dataclass(frozen=True)
-class Quantize(jit.Kernel):
-    """A vector a lane; a block's maximum goes round its lanes by shuffles."""
-
-    dtype: torch.dtype
-    tiling: RowTiling
-    vector_bytes: int
-    output: BlockOutput
-
-    @cute.jit
-    def __call__(
-        self, x: Int64, x_stride: Int64, codes: Int64, scales: Int64, padded_rows: Int32, global_scale: Int64,
-        live_rows: Int64, rows: Int32, stream: Stream,
-    ):  # fmt: skip
-        blocks = (rows + (self.tiling.rows_per_block - 1)) // self.tiling.rows_per_block
-        self.kernel(x, x_stride, codes, scales, padded_rows, global_scale, live_rows, rows).launch(
-            grid=[blocks, 1, 1], block=[self.tiling.threads, 1, 1], stream=stream, use_pdl=True
-        )
-
-    @cute.kernel
-    def kernel(
-        self, x: Int64, x_stride: Int64, codes: Int64, scales: Int64, padded_rows: Int32, global_scale: Int64,
-        live_rows: Int64, rows: Int32,
-    ):  # fmt: skip
-        tiling, width = self.tiling, self.dtype.itemsize
-        count = self.vector_bytes // width
-        lane, row = vector.row_of_thread(tiling)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        ptx.exit_if(row >= vector.live_rows(live_rows, rows))
-        tensor_scale = block_scale.read_global_scale(self.output, global_scale)
-        values = []
-        for i in range_constexpr(tiling.vectors):
-            address = x + (Int64(row) * x_stride + vector.place(tiling, lane, i) * count) * width
-            values.append(vector.load(address, TYPES[self.dtype], count, self.vector_bytes))
-        for i in range_constexpr(tiling.vectors):
-            wide = values[i].to(Float32)
-            block_scale.store(
-                self.output, self.arch, [wide[j] for j in range(count)], codes, scales, row,
-                vector.place(tiling, lane, i), padded_rows, Boolean(vector.in_row(tiling, lane, i)), tensor_scale,
-            )  # fmt: skip
-
-
-def decoded_count(arch: Arch, dtype: torch.dtype) -> int:
-    """Values that a lane decodes at once: a full store on the way out, at least a word of codes on the way in."""
-    return max(arch.vector_bytes // dtype.itemsize, 8)
-
-
-@dataclass(frozen=True)
-class Dequantize(jit.Kernel):
-    """A vector of codes a lane."""
-
-    dtype: torch.dtype
-    tiling: RowTiling
-    vector_bytes: int
-    source: BlockOutput
-
-    @cute.jit
-    def __call__(
-        self, codes: Int64, scales: Int64, padded_rows: Int32, global_scale: Int64, out: Int64, rows: Int32,
-        stream: Stream,
-    ):  # fmt: skip
-        blocks = (rows + (self.tiling.rows_per_block - 1)) // self.tiling.rows_per_block
-        self.kernel(codes, scales, padded_rows, global_scale, out, rows).launch(
-            grid=[blocks, 1, 1], block=[self.tiling.threads, 1, 1], stream=stream, use_pdl=True
-        )
-
-    @cute.kernel
-    def kernel(
-        self, codes: Int64, scales: Int64, padded_rows: Int32, global_scale: Int64, out: Int64, rows: Int32
-    ):  # fmt: skip
-        tiling, source = self.tiling, self.source
-        count = decoded_count(self.arch, self.dtype)
-        lane, row = vector.row_of_thread(tiling)
-        ptx.exit_if(row >= rows)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        tensor_scale = block_scale.read_global_scale(source, global_scale)
-        words, wide_scales = [], []
-        for i in range_constexpr(tiling.vectors):
-            index = vector.place(tiling, lane, i)
-            words.append(block_scale.load_codes(source, codes, row, index, count))
-            wide_scales.append(block_scale.load_scale(source, scales, row, index * count, padded_rows, tensor_scale))
-        for i in range_constexpr(tiling.vectors):
-            index = vector.place(tiling, lane, i)
-            valid = Boolean(vector.in_row(tiling, lane, i))
-            values = block_scale.decode(source.format, self.arch, words[i], wide_scales[i])
-            vector.store_scalars_if(
-                valid, out + (Int64(row) * source.columns + index * count) * self.dtype.itemsize,
-                values, TYPES[self.dtype], self.vector_bytes,
-            )  # fmt: skip

@@ -6,32 +6,44 @@ from collections.abc import Iterator
 
 import torch
 
-from rose_dist.kernels import probe, vector
-from rose_dist.kernels.all_reduce_one_shot import OneShot
-from rose_dist.kernels.all_reduce_two_shot import TwoShot
+from rose_dist.kernels import launch, probe
 from rose_dist.kernels.arch import Arch
-from rose_dist.kernels.block_scale import BlockOutput
-from rose_dist.kernels.embedding import Embed
+from rose_dist.kernels.cute.all_reduce_multicast import Multicast
+from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
+from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
+from rose_dist.kernels.cute.embedding import Embed
+from rose_dist.kernels.cute.moe_combine import VECTOR_BYTES, Combine
+from rose_dist.kernels.cute.moe_dispatch_decode import DispatchDecode
+from rose_dist.kernels.cute.moe_dispatch_prefill import AssignSlots, ScatterRows
+from rose_dist.kernels.cute.qk_norm import QKNormRope
+from rose_dist.kernels.cute.quantize import Dequantize, Quantize, decoded_count
+from rose_dist.kernels.cute.rms_norm import RMSNorm
+from rose_dist.kernels.cute.routing import Route
+from rose_dist.kernels.cute.swiglu import GatedActivation
 from rose_dist.kernels.expert_slots import PackedLayout
-from rose_dist.kernels.formats import FORMATS, FP8, MXFP8, BlockFormat, Scale, ScaleLayout
+from rose_dist.kernels.formats import FORMATS, FP8, MXFP8, BlockFormat, BlockOutput, Scale, ScaleLayout
 from rose_dist.kernels.jit import Kernel
-from rose_dist.kernels.moe_combine import VECTOR_BYTES, Combine
 from rose_dist.kernels.moe_dispatch import DECODE_THREADS, SCATTER_SHAPE, SPLITS
-from rose_dist.kernels.moe_dispatch_decode import DispatchDecode
-from rose_dist.kernels.moe_dispatch_prefill import AssignSlots, ScatterRows
-from rose_dist.kernels.qk_norm import QKNormRope, Rotary
-from rose_dist.kernels.quantize import Dequantize, Quantize, decoded_count
-from rose_dist.kernels.rms_norm import RMSNorm
-from rose_dist.kernels.routing import Route, Score
-from rose_dist.kernels.swiglu import Gate, GatedActivation
-from rose_dist.kernels.variants import COUNTING_ROUTERS, QK_HEADS_EACH, ROUTERS, ROW_SHAPES, tile
+from rose_dist.kernels.qk_norm import Rotary
+from rose_dist.kernels.routing import Score
+from rose_dist.kernels.swiglu import Gate
+from rose_dist.kernels.variants import (
+    ACTIVATION_SHAPES,
+    COUNTING_ROUTERS,
+    DECODE_SHAPES,
+    ROTARY_BYTES,
+    ROUTERS,
+    ROW_SHAPES,
+    tile,
+)  # fmt: skip
 
 HIDDEN = (2880, 4096, 7168)
 """GPT-OSS, Qwen3-MoE 235B, DeepSeek-V3."""
 
-QK_HEADS = ((64, 8, 64), (64, 4, 128), (16, 8, 256))
-"""Query heads, key heads, head_dim: GPT-OSS, Qwen3-MoE 235B, and a model with large heads."""
-
+QUANTIZED_COLUMNS = 2880
+"""Not a multiple of 128: FP8's last block is half one."""
+QK_HEADS = ((64, 8, 64, False), (64, 4, 128, True), (16, 8, 256, True))
+"""Query heads, key heads, head_dim, norm: GPT-OSS, Qwen3-MoE 235B, and a model with large heads."""
 ROUTES = (
     (32, 4, Score.SOFTMAX_OF_CHOSEN, 1),
     (128, 4, Score.SOFTMAX_OF_CHOSEN, 1),
@@ -72,13 +84,13 @@ def _all(arch: Arch) -> Iterator[Kernel]:
     yield probe.Primitives(arch, multicast=True)
 
 
-def scale_layouts(format: BlockFormat, arch: Arch) -> list[ScaleLayout]:
+def scale_layouts(fmt: BlockFormat, arch: Arch) -> list[ScaleLayout]:
     """The layouts that GEMM libraries read on this arch, the plain one first."""
-    if format.scale is Scale.FP32:
+    if fmt.scale is Scale.FP32:
         return [ScaleLayout.ROWS, ScaleLayout.COLUMNS]
     if not arch.blackwell:
         return [ScaleLayout.ROWS]
-    return [ScaleLayout.ROWS, ScaleLayout.PACKED_COLUMNS if format.block == FP8.block else ScaleLayout.TILES]
+    return [ScaleLayout.ROWS, ScaleLayout.PACKED_COLUMNS if fmt.block == FP8.block else ScaleLayout.TILES]
 
 
 def _norms(arch: Arch) -> Iterator[Kernel]:
@@ -89,32 +101,33 @@ def _norms(arch: Arch) -> Iterator[Kernel]:
             for residual in (False, True):
                 yield RMSNorm(arch, dtype, dtype, tile(hidden // count, width, shape), width, 0.0, residual, None)
     for hidden in HIDDEN:
-        for format in (FP8, MXFP8):
+        for fmt in (FP8, MXFP8):
             for shape in ROW_SHAPES.variants:
-                output = BlockOutput(format, scale_layouts(format, arch)[-1], hidden)
+                output = BlockOutput(fmt, scale_layouts(fmt, arch)[-1], hidden)
                 tiling = tile(hidden // count, width, shape, group=output.lanes(count))
                 yield RMSNorm(arch, dtype, dtype, tiling, width, 0.0, True, output)
 
 
 def _qk_norms(arch: Arch) -> Iterator[Kernel]:
     dtype, fp32, width = torch.bfloat16, torch.float32, arch.vector_bytes
-    for query_heads, key_heads, head_dim in QK_HEADS:
+    for query_heads, key_heads, head_dim, norm in QK_HEADS:
         heads = (query_heads, key_heads, head_dim)
-        for each in QK_HEADS_EACH.variants:
-            yield QKNormRope(arch, dtype, fp32, *heads, width, True, Rotary.NONE, False, each)
-            for rotary in (Rotary.NEOX, Rotary.INTERLEAVED):
-                yield QKNormRope(arch, dtype, dtype, *heads, width, False, rotary, False, each)
-                for norm in (False, True):
-                    yield QKNormRope(arch, dtype, fp32, *heads, width, norm, rotary, True, each)
+        counts = [max(size // (2 * width), 1) for size in ROTARY_BYTES.variants]
+        for each in counts:
+            yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.NEOX, True, each)
+        yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.INTERLEAVED, True, counts[-1])
+        yield QKNormRope(arch, dtype, dtype, *heads, width, False, Rotary.NEOX, False, counts[-1])
+        if norm:
+            yield QKNormRope(arch, dtype, fp32, *heads, width, True, Rotary.NONE, False, 1)
 
 
 def _activations(arch: Arch) -> Iterator[Kernel]:
     dtype, width = torch.bfloat16, arch.vector_bytes
     count = width // dtype.itemsize
     for gate, columns, bias in ((Gate.CLAMPED_SWIGLU, 2880, True), (Gate.SILU, 2048, False), (Gate.SILU, 1536, False)):
-        for format in (None, FP8, MXFP8):
-            output = format and BlockOutput(format, scale_layouts(format, arch)[-1], columns)
-            for shape in ROW_SHAPES.variants:
+        for fmt in (None, FP8, MXFP8):
+            output = None if fmt is None else BlockOutput(fmt, scale_layouts(fmt, arch)[-1], columns)
+            for shape in ACTIVATION_SHAPES.variants:
                 tiling = tile(columns // count, 2 * width, shape, group=output.lanes(count) if output else 1)
                 yield GatedActivation(arch, gate, dtype, tiling, width, bias, output)
 
@@ -132,7 +145,7 @@ def _moe(arch: Arch) -> Iterator[Kernel]:
     width = arch.vector_bytes
     for experts, k, hidden, dtype, scales, bias in MOE_ROWS:
         row_bytes, scale_bytes = hidden * dtype.itemsize, 4 * scales
-        copied = (width, scale_bytes, vector.widest(arch, scale_bytes))
+        copied = (width, scale_bytes, launch.widest(arch, scale_bytes))
         for layout in MOE_LAYOUTS:
             for splits in SPLITS.variants:
                 yield DispatchDecode(arch, experts, k, row_bytes, *copied, layout, splits, DECODE_THREADS)
@@ -154,6 +167,7 @@ def _all_reduces(arch: Arch) -> Iterator[Kernel]:
     for ranks in (2, 4, 8):
         for dtype in (bf16, torch.float32):
             yield TwoShot(arch, ranks, dtype)
+        yield Multicast(arch, ranks)
 
 
 def _embeddings(arch: Arch) -> Iterator[Kernel]:
@@ -167,11 +181,12 @@ def _embeddings(arch: Arch) -> Iterator[Kernel]:
 def _quantizers(arch: Arch) -> Iterator[Kernel]:
     dtype, width = torch.bfloat16, arch.vector_bytes
     count = width // dtype.itemsize
-    for format in FORMATS.values():
-        for layout in scale_layouts(format, arch):
-            for columns in (2880, 7168):
-                output = BlockOutput(format, layout, columns)
-                for shape in ROW_SHAPES.variants:
-                    tiling = tile(columns // count, width, shape, group=output.lanes(count))
-                    yield Quantize(arch, dtype, tiling, width, output)
-                    yield Dequantize(arch, dtype, tile(columns // decoded_count(arch, dtype), width, shape), width, output)
+    for fmt in FORMATS.values():
+        for layout in scale_layouts(fmt, arch):
+            output = BlockOutput(fmt, layout, QUANTIZED_COLUMNS)
+            for shape in ROW_SHAPES.variants:
+                tiling = tile(QUANTIZED_COLUMNS // count, width, shape, group=output.lanes(count))
+                yield Quantize(arch, dtype, tiling, width, output)
+            for shape in DECODE_SHAPES.variants:
+                tiling = tile(QUANTIZED_COLUMNS // decoded_count(arch, dtype), width, shape)
+                yield Dequantize(arch, dtype, tiling, width, output)

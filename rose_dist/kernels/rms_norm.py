@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from rose_dist.kernels import block_scale, checks, jit, launch, ptx, vector
-from rose_dist.kernels.arch import Arch
-from rose_dist.kernels.block_scale import BlockOutput
-from rose_dist.kernels.dsl import (
-    TYPES, Boolean, Float32, Int32, Int64, Stream, const_expr, cute, range_constexpr,
-)  # fmt: skip
-from rose_dist.kernels.formats import BlockFormat, ScaleLayout
+from rose_dist.kernels import checks, launch
+from rose_dist.kernels.formats import BlockFormat, BlockOutput, ScaleLayout
 from rose_dist.kernels.quantize import quantize
-from rose_dist.kernels.variants import ROW_SHAPES, RowShape, RowTiling, tile
+from rose_dist.kernels.variants import ROW_SHAPES
 
 MAX_HIDDEN = 16384
 
@@ -71,7 +63,7 @@ def rms_norm_quantized(
     x: Tensor,
     weight: Tensor,
     eps: float,
-    format: BlockFormat,
+    fmt: BlockFormat,
     *,
     layout: ScaleLayout = ScaleLayout.ROWS,
     residual: Tensor | None = None,
@@ -82,7 +74,7 @@ def rms_norm_quantized(
 
     Args:
         residual: [rows, hidden] of `x`'s dtype, or None to normalise `x` itself.
-        format, layout, global_scale: as for `quantize`.
+        fmt, layout, global_scale: as for `quantize`.
 
     Returns:
         codes, scales: as `quantize` gives them; and the new residual, None without one.
@@ -90,13 +82,13 @@ def rms_norm_quantized(
     if not x.is_cuda:
         total = None if residual is None else x + residual
         normed = _reference_fp32(x if total is None else total, weight, eps, weight_bias)
-        return *quantize(normed, format, layout=layout, global_scale=global_scale), total
+        return *quantize(normed, fmt, layout=layout, global_scale=global_scale), total
     total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    checks.global_scale(format, global_scale, x.device)
-    codes, scales = launch.empty_quantized(format, layout, *x.shape, x.device)
+    checks.global_scale(fmt, global_scale, x.device)
+    codes, scales = launch.empty_quantized(fmt, layout, x.shape[0], x.shape[1], x.device)
     _launch(
         x, weight, eps, weight_bias, residual=residual, total=total, out=codes, scales=scales,
-        quantized=BlockOutput(format, layout, x.shape[1]), global_scale=global_scale,
+        quantized=BlockOutput(fmt, layout, x.shape[1]), global_scale=global_scale,
     )  # fmt: skip
     return codes, scales, total
 
@@ -123,9 +115,11 @@ def _launch(
         return
     device = launch.device(x)
     pointers = [t.data_ptr() for t in (x, weight, out, residual, total) if t is not None]
-    vector_bytes = vector.widest(device.arch, x.stride(0) * x.element_size(), hidden * x.element_size(), *pointers)
+    vector_bytes = launch.widest(device.arch, x.stride(0) * x.element_size(), hidden * x.element_size(), *pointers)
     shape = ROW_SHAPES.select(rows // device.sms)
-    launcher = _launcher(
+    from rose_dist.kernels.cute import rms_norm as cute  # noqa: PLC0415 - it loads the compiler
+
+    launcher = cute.launcher(
         device.arch, x.dtype, weight.dtype, hidden, shape, vector_bytes, weight_bias, residual is not None, quantized
     )
     padded_rows = 0 if quantized is None else quantized.layout.padded_rows(rows)
@@ -152,106 +146,3 @@ def _check(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor | Non
             checks.dtype(name, other, x.dtype)
             checks.same_device(name, other, x.device)
             checks.rows(name, other)
-
-
-@cache
-def _launcher(
-    arch: Arch, dtype: torch.dtype, weight_dtype: torch.dtype, hidden: int, shape: RowShape, vector_bytes: int,
-    weight_bias: float, residual: bool, quantized: BlockOutput | None,
-) -> jit.Launcher:  # fmt: skip
-    count = vector_bytes // dtype.itemsize
-    group = 1 if quantized is None else quantized.lanes(count)
-    tiling = tile(hidden // count, vector_bytes, shape, group=group)
-    return jit.load(RMSNorm(arch, dtype, weight_dtype, tiling, vector_bytes, weight_bias, residual, quantized))
-
-
-@dataclass(frozen=True)
-class RMSNorm(jit.Kernel):
-    """One row a group of threads; the row stays in registers between the sum of squares and the scaling."""
-
-    dtype: torch.dtype
-    weight_dtype: torch.dtype
-    tiling: RowTiling
-    vector_bytes: int
-    weight_bias: float
-    residual: bool
-    quantized: BlockOutput | None
-
-    @property
-    def count(self) -> int:
-        """Elements of a vector."""
-        return self.vector_bytes // self.dtype.itemsize
-
-    @cute.jit
-    def __call__(
-        self,
-        x: Int64, x_stride: Int64, weight: Int64, residual: Int64, residual_stride: Int64, total: Int64,
-        out: Int64, out_stride: Int64, scales: Int64, padded_rows: Int32, global_scale: Int64,
-        rows: Int32, eps: Float32, stream: Stream,
-    ):  # fmt: skip
-        blocks = (rows + (self.tiling.rows_per_block - 1)) // self.tiling.rows_per_block
-        self.kernel(
-            x, x_stride, weight, residual, residual_stride, total, out, out_stride, scales, padded_rows, global_scale,
-            rows, eps,
-        ).launch(grid=[blocks, 1, 1], block=[self.tiling.threads, 1, 1], stream=stream, use_pdl=True)  # fmt: skip
-
-    @cute.kernel
-    def kernel(
-        self,
-        x: Int64, x_stride: Int64, weight: Int64, residual: Int64, residual_stride: Int64, total: Int64,
-        out: Int64, out_stride: Int64, scales: Int64, padded_rows: Int32, global_scale: Int64,
-        rows: Int32, eps: Float32,
-    ):  # fmt: skip
-        tiling, count, width = self.tiling, self.count, self.dtype.itemsize
-        lane, row = vector.row_of_thread(tiling)
-        ptx.exit_if(row >= rows)
-        weights = []
-        for i in range_constexpr(tiling.vectors):
-            index = vector.place(tiling, lane, i)
-            address = weight + index * (count * self.weight_dtype.itemsize)
-            weights.append(vector.load(address, TYPES[self.weight_dtype], count, self.vector_bytes))
-        # Weights are constant; everything below may be the work of the kernel before.
-        cute.arch.griddepcontrol_wait()
-        tensor_scale = block_scale.read_global_scale(self.quantized, global_scale)
-        values = []
-        for i in range_constexpr(tiling.vectors):
-            index = vector.place(tiling, lane, i)
-            part = vector.load(
-                x + (Int64(row) * x_stride + index * count) * width, TYPES[self.dtype], count, self.vector_bytes
-            )
-            if const_expr(self.residual):
-                other = vector.load(
-                    residual + (Int64(row) * residual_stride + index * count) * width,
-                    TYPES[self.dtype], count, self.vector_bytes,
-                )  # fmt: skip
-                part = (part.to(Float32) + other.to(Float32)).to(TYPES[self.dtype])
-            values.append(part)
-        squares = Float32(0.0)
-        for i in range_constexpr(tiling.vectors):
-            own = vector.square_sum(values[i].to(Float32))
-            squares = squares + vector.select(vector.in_row(tiling, lane, i), own, Float32(0.0))
-        squares = vector.row_sum(squares, tiling.threads_per_row, tiling.rows_per_block)
-        inverse = cute.math.rsqrt(squares * Float32(1.0 / (tiling.row_vectors * count)) + eps)
-        cute.arch.griddepcontrol_launch_dependents()
-        for i in range_constexpr(tiling.vectors):
-            index = vector.place(tiling, lane, i)
-            valid = Boolean(vector.in_row(tiling, lane, i))
-            w = weights[i].to(Float32)
-            if const_expr(self.weight_bias != 0.0):
-                w = w + Float32(self.weight_bias)
-            scaled = values[i].to(Float32) * inverse * w
-            if const_expr(self.residual):
-                vector.store_if(
-                    valid, total + (Int64(row) * (tiling.row_vectors * count) + index * count) * width,
-                    values[i], TYPES[self.dtype], count, self.vector_bytes,
-                )  # fmt: skip
-            if const_expr(self.quantized is not None):
-                block_scale.store(
-                    self.quantized, self.arch, [scaled[j] for j in range(count)], out, scales, row, index,
-                    padded_rows, valid, tensor_scale,
-                )  # fmt: skip
-            else:
-                vector.store_if(
-                    valid, out + (Int64(row) * out_stride + index * count) * width,
-                    scaled, TYPES[self.dtype], count, self.vector_bytes,
-                )  # fmt: skip

@@ -5,20 +5,14 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from rose_dist.kernels import block_scale, checks, jit, launch, ptx, vector
-from rose_dist.kernels.arch import Arch
-from rose_dist.kernels.block_scale import BlockOutput
-from rose_dist.kernels.dsl import (
-    TYPES, Boolean, Float32, Int32, Int64, Stream, const_expr, cute, range_constexpr,
-)  # fmt: skip
-from rose_dist.kernels.formats import BlockFormat, ScaleLayout
+from rose_dist.kernels import checks, launch
+from rose_dist.kernels.formats import BlockFormat, BlockOutput, ScaleLayout
 from rose_dist.kernels.quantize import quantize
-from rose_dist.kernels.variants import ROW_SHAPES, RowShape, RowTiling, tile
+from rose_dist.kernels.variants import ACTIVATION_SHAPES
 
 ALPHA = 1.702
 """Slope of the gate's sigmoid, fixed by the model family (openai/gpt-oss, gpt_oss/torch/model.py)."""
@@ -77,7 +71,7 @@ def silu_mul(gate_up: Tensor, *, rows: Rows = ALL_ROWS) -> Tensor:
 def activate_quantized(
     gate: Gate,
     gate_up: Tensor,
-    format: BlockFormat,
+    fmt: BlockFormat,
     *,
     layout: ScaleLayout = ScaleLayout.ROWS,
     global_scale: Tensor | None = None,
@@ -89,13 +83,13 @@ def activate_quantized(
     """`quantize` of an activation's fp32 result; codes and scales as `quantize` gives them, dead rows unwritten."""
     if gate is Gate.SILU:
         alpha, limit = 1.0, math.inf
-    checks.global_scale(format, global_scale, gate_up.device)
+    checks.global_scale(fmt, global_scale, gate_up.device)
     columns = gate_up.shape[1] // 2
     if not gate_up.is_cuda:
         wide = _reference(gate, gate_up, alpha, limit, bias, rows)
-        return quantize(wide, format, layout=layout, global_scale=global_scale)
-    codes, scales = launch.empty_quantized(format, layout, gate_up.shape[0], columns, gate_up.device)
-    output = BlockOutput(format, layout, columns)
+        return quantize(wide, fmt, layout=layout, global_scale=global_scale)
+    codes, scales = launch.empty_quantized(fmt, layout, gate_up.shape[0], columns, gate_up.device)
+    output = BlockOutput(fmt, layout, columns)
     _launch(gate, gate_up, alpha, limit, bias, rows, codes, output=output, scales=scales, global_scale=global_scale)
     return codes, scales
 
@@ -135,9 +129,11 @@ def _launch(
     device = launch.device(gate_up)
     size = gate_up.element_size()
     pointers = [t.data_ptr() for t in (gate_up, out, bias) if t is not None]
-    vector_bytes = vector.widest(device.arch, gate_up.stride(0) * size, columns * size, *pointers)
-    shape = ROW_SHAPES.select(count // device.sms)
-    launcher = _launcher(device.arch, gate, gate_up.dtype, columns, shape, vector_bytes, bias is not None, output)
+    vector_bytes = launch.widest(device.arch, gate_up.stride(0) * size, columns * size, *pointers)
+    shape = ACTIVATION_SHAPES.select(count // device.sms)
+    from rose_dist.kernels.cute import swiglu as cute  # noqa: PLC0415 - it loads the compiler
+
+    launcher = cute.launcher(device.arch, gate, gate_up.dtype, columns, shape, vector_bytes, bias is not None, output)
     padded_rows = 0 if output is None else output.layout.padded_rows(count)
     launch.run(
         launcher, gate_up, gate_up, gate_up.stride(0), bias, rows.experts, rows.live, out, scales, padded_rows,
@@ -163,111 +159,3 @@ def _check(gate_up: Tensor, bias: Tensor | None, rows: Rows) -> None:
         checks.dtype("bias", bias, gate_up.dtype)
         checks.same_device("bias", bias, gate_up.device)
         checks.dense("bias", bias)
-
-
-@cache
-def _launcher(
-    arch: Arch, gate: Gate, dtype: torch.dtype, columns: int, shape: RowShape, vector_bytes: int, bias: bool,
-    output: BlockOutput | None,
-) -> jit.Launcher:  # fmt: skip
-    count = vector_bytes // dtype.itemsize
-    tiling = tile(columns // count, 2 * vector_bytes, shape, group=1 if output is None else output.lanes(count))
-    return jit.load(GatedActivation(arch, gate, dtype, tiling, vector_bytes, bias, output))
-
-
-@dataclass(frozen=True)
-class GatedActivation(jit.Kernel):
-    """A vector of results a lane, from two vectors of inputs."""
-
-    gate: Gate
-    dtype: torch.dtype
-    tiling: RowTiling
-    vector_bytes: int
-    bias: bool
-    output: BlockOutput | None
-
-    @property
-    def count(self) -> int:
-        """Elements of a vector."""
-        return self.vector_bytes // self.dtype.itemsize
-
-    @cute.jit
-    def __call__(
-        self, gate_up: Int64, stride: Int64, bias: Int64, experts: Int64, live_rows: Int64, out: Int64, scales: Int64,
-        padded_rows: Int32, global_scale: Int64, rows: Int32, alpha: Float32, limit: Float32, stream: Stream,
-    ):  # fmt: skip
-        blocks = (rows + (self.tiling.rows_per_block - 1)) // self.tiling.rows_per_block
-        self.kernel(
-            gate_up, stride, bias, experts, live_rows, out, scales, padded_rows, global_scale, rows, alpha, limit
-        ).launch(grid=[blocks, 1, 1], block=[self.tiling.threads, 1, 1], stream=stream, use_pdl=True)
-
-    @cute.kernel
-    def kernel(
-        self, gate_up: Int64, stride: Int64, bias: Int64, experts: Int64, live_rows: Int64, out: Int64, scales: Int64,
-        padded_rows: Int32, global_scale: Int64, rows: Int32, alpha: Float32, limit: Float32,
-    ):  # fmt: skip
-        tiling, width, count = self.tiling, self.dtype.itemsize, self.count
-        columns = tiling.row_vectors * count
-        lane, row = vector.row_of_thread(tiling)
-        ptx.exit_if(row >= rows)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        source = gate_up + Int64(row) * stride * width
-        places = [vector.place(tiling, lane, i) for i in range(tiling.vectors)]
-        # With few rows the wait for what says that a row is live costs more than reading a dead one.
-        eager = tiling.vectors == 1
-        inputs = [self.load_pair(source, place, columns) for place in places] if eager else None
-        live = vector.live_rows(live_rows, rows)
-        expert = Int32(0)
-        if experts != 0:
-            expert = vector.scalar(experts + Int64(row) * 4, Int32)[0]
-        ptx.exit_if(row >= live)
-        ptx.exit_if(expert < 0)
-        tensor_scale = block_scale.read_global_scale(self.output, global_scale)
-        if const_expr(not eager):
-            inputs = [self.load_pair(source, place, columns) for place in places]
-        biases = None
-        if const_expr(self.bias):
-            bias_source = bias + Int64(expert) * (2 * columns * width)
-            biases = [self.load_pair(bias_source, place, columns) for place in places]
-        for i in range_constexpr(tiling.vectors):
-            valid = Boolean(vector.in_row(tiling, lane, i))
-            results = self.results(inputs[i], biases[i] if self.bias else None, alpha, limit)
-            if const_expr(self.output is not None):
-                block_scale.store(
-                    self.output, self.arch, results, out, scales, row, places[i], padded_rows, valid, tensor_scale
-                )
-            else:
-                vector.store_scalars_if(
-                    valid, out + (Int64(row) * columns + places[i] * count) * width, results, TYPES[self.dtype],
-                    self.vector_bytes,
-                )  # fmt: skip
-
-    def load_pair(self, row, index, columns):  # type: ignore[no-untyped-def]
-        """The two vectors that a vector of results comes from."""
-        first = index * (2 * self.vector_bytes) if self.gate is Gate.CLAMPED_SWIGLU else index * self.vector_bytes
-        apart = self.vector_bytes if self.gate is Gate.CLAMPED_SWIGLU else columns * self.dtype.itemsize
-        return [
-            vector.load(row + first + i * apart, TYPES[self.dtype], self.count, self.vector_bytes) for i in range(2)
-        ]
-
-    def results(self, inputs, biases, alpha, limit):  # type: ignore[no-untyped-def]
-        """One fp32 a pair of inputs."""
-        wide = [part.to(Float32) for part in inputs]
-        if biases is not None:
-            wide = [part + b.to(Float32) for part, b in zip(wide, biases, strict=True)]
-        flat = [part[i] for part in wide for i in range(self.count)]
-        if self.gate is Gate.SILU:
-            return [_silu(a, Float32(1.0)) * b for a, b in zip(flat[: self.count], flat[self.count :], strict=True)]
-        results = []
-        for gate, linear in zip(flat[0::2], flat[1::2], strict=True):
-            left = cute.arch.fmin(gate, limit, nan=True)
-            right = cute.arch.fmax(cute.arch.fmin(linear, limit, nan=True), Float32(0.0) - limit, nan=True)
-            results.append(_silu(left, alpha) * (right + Float32(1.0)))
-        return results
-
-
-def _silu(x, alpha):  # type: ignore[no-untyped-def]
-    """x · sigmoid(alpha · x)."""
-    power = cute.math.exp2(x * (alpha * Float32(-1.0 / math.log(2.0))), fastmath=True)
-    return x * cute.arch.rcp_approx(Float32(1.0) + power)

@@ -7,6 +7,7 @@ thread issues several loads before it uses the first, and blocks are small so th
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -72,6 +73,14 @@ ROW_SHAPES = Ranges(
 )
 
 
+ACTIVATION_SHAPES = Ranges(
+    (0, 1, 8), (RowShape(bytes=32, threads=32), RowShape(bytes=32, threads=128), RowShape(bytes=128, threads=128))
+)
+"""As `ROW_SHAPES`, for kernels that read two vectors for one that they write."""
+DECODE_SHAPES = Ranges(
+    (0, 1, 8), (RowShape(bytes=16, threads=32), RowShape(bytes=16, threads=128), RowShape(bytes=32, threads=128))
+)
+"""As `ROW_SHAPES`, for kernels that write more than they read."""
 MIN_LANES = 8
 """Lanes that at least share a row, as far as it goes: 128 contiguous bytes or more for every load."""
 
@@ -90,8 +99,15 @@ def tile(row_vectors: int, vector_bytes: int, shape: RowShape, *, group: int = 1
     return RowTiling(row_vectors, threads_per_row, max(1, shape.threads // threads_per_row))
 
 
-QK_HEADS_EACH = Ranges((0, 512), (1, 2))
-"""Heads that a group of lanes takes, by heads for every SM: more share a table's row, fewer spread wider."""
+ROTARY_BYTES = Ranges((0, 16, 256), (32, 64, 128))
+"""Bytes of heads that a lane takes when it also reads rotary tables, by heads for every SM: neighbouring heads share a
+table's row. Without tables one head is best at every size (measured on H200)."""
+
+
+def heads_each(query_heads: int, key_heads: int, vector_bytes: int, heads_for_each_sm: int, *, rotary: bool) -> int:
+    """Neighbouring heads, all of q, of k or of v, that a group of lanes takes; a lane has two vectors of each."""
+    wanted = ROTARY_BYTES.select(heads_for_each_sm) // (2 * vector_bytes) if rotary else 1
+    return math.gcd(max(wanted, 1), query_heads, key_heads)
 
 
 @dataclass(frozen=True)
@@ -109,7 +125,7 @@ ROUTERS = Ranges((0, 65), (RouterShape(warps=1, cluster=0), RouterShape(warps=4,
 COUNTING_ROUTERS = Ranges(
     (0, 9, 129), (RouterShape(warps=8, cluster=1), RouterShape(warps=16, cluster=8), RouterShape(warps=8, cluster=0))
 )
-"""By tokens, with counts: one block or one cluster, either with a warp for every token, or two launches."""
+"""By tokens, with counts: one block, one cluster, or two launches."""
 
 
 def router_shape(tokens: int, counts: bool) -> RouterShape:

@@ -10,14 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rose_dist.kernels import ptx
-from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.dsl import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute, cutlass
 from rose_dist.kernels.variants import RowTiling
-
-
-def widest(arch: Arch, row_bytes: int, *addresses: int) -> int:
-    """Bytes of the widest access (a power of two ≤ `arch.vector_bytes`) that rows and base addresses allow."""
-    return math.gcd(arch.vector_bytes, row_bytes, *addresses)
 
 
 def load(address: Any, dtype: Any, count: int, vector_bytes: int) -> Any:
@@ -42,7 +36,7 @@ def store_if(
 
 @cute.jit
 def store_scalars_if(
-    valid: Boolean, address: Int64, values: list, dtype: cutlass.Constexpr, vector_bytes: cutlass.Constexpr
+    valid: Boolean, address: Int64, values: list[Any], dtype: cutlass.Constexpr, vector_bytes: cutlass.Constexpr
 ) -> None:
     """Store fp32 scalars side by side, converted to `dtype`, where `valid`."""
     if valid:
@@ -164,8 +158,6 @@ def largest_magnitude(values: list[Any]) -> Any:
     for value in values[1:]:
         largest = max_u32(largest, ptx.bits(value) & Uint32(0x7FFFFFFF))
     return largest
-
-
 
 
 def _tensor(address: Any, dtype: Any, count: int, vector_bytes: int) -> Any:

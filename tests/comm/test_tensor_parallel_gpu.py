@@ -16,9 +16,10 @@ from rose_dist.comm.all_to_all.protocol import Routing
 from rose_dist.comm.all_to_all.tensor_parallel import TensorParallel
 from rose_dist.comm.group import Group
 from rose_dist.comm.layout import Layout
-from rose_dist.kernels import all_reduce, jit, launch, moe_combine
+from rose_dist.kernels import all_reduce, jit, launch
 from rose_dist.kernels.all_reduce import AllReduce, Sizes
 from rose_dist.kernels.arch import HOPPER, DeviceInfo
+from rose_dist.kernels.cute import moe_combine
 from rose_dist.kernels.errors import KernelArgumentError
 from tests.comm.oracle import Batch, Case, expected_out, run_experts
 from tests.comm.test_all_to_all import BF16, same_bits
@@ -40,7 +41,7 @@ class Cluster:
         monkeypatch.setattr(launch, "run", self._launch)
         monkeypatch.setattr(jit, "load", lambda kernel: kernel)
         monkeypatch.setattr(torch, "empty", self._allocate)
-        for cached in (moe_combine._launcher, all_reduce._load):
+        for cached in (moe_combine.launcher, all_reduce._load):
             cached.cache_clear()
 
     @contextmanager
@@ -51,8 +52,10 @@ class Cluster:
     def tensor(self, values: torch.Tensor) -> Any:
         return self.peers.tensor(values, self.rank).as_subclass(EmulatedTensor)
 
-    def _allocate(self, *shape: Any, dtype: torch.dtype = torch.float32, device: Any = None, **options: Any) -> torch.Tensor:
-        if device is None or torch.device(device).type != "cuda" and not isinstance(device, torch.device):
+    def _allocate(
+        self, *shape: Any, dtype: torch.dtype = torch.float32, device: Any = None, **options: Any
+    ) -> torch.Tensor:
+        if device is None or (torch.device(device).type != "cuda" and not isinstance(device, torch.device)):
             return self._empty(*shape, dtype=dtype, device=device, **options)
         sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         return self.peers.machine.empty(tuple(sizes), dtype, gpu=self.rank).as_subclass(EmulatedTensor)
@@ -94,7 +97,9 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", [Layout(2, tp=2, dp=1, ep=2), Layout(3, tp=3, dp=1, ep=3), Layout(2, tp=2, dp=1, ep=1)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(2, tp=2, dp=1, ep=2), Layout(3, tp=3, dp=1, ep=3), Layout(2, tp=2, dp=1, ep=1)], ids=str
+)
 @pytest.mark.parametrize("name", CASES)
 def test_dispatch_and_combine(layout: Layout, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, ranks = CASES[name], layout.tp

@@ -1,4 +1,5 @@
-"""Runs the public functions of `rose_dist.kernels` on the PTX interpreter: the compiled kernel, with real addresses, no GPU.
+"""Runs the public functions of `rose_dist.kernels` on the PTX interpreter: compiled kernels and real
+addresses, no GPU.
 
 Tensors of an `Emulator` say that they are CUDA tensors. What the functions allocate is emulated memory too, filled with
 0xA5 and fenced by guard bytes, so unwritten results and stray accesses show.
@@ -12,15 +13,17 @@ from typing import Any
 import pytest
 import torch
 from cuda.bindings.driver import CUstream
+from cutlass import cute
 
-from rose_dist.kernels import embedding, jit, launch, moe_combine, qk_norm, quantize, rms_norm, routing, swiglu
+from rose_dist.kernels import jit, launch
 from rose_dist.kernels.arch import Arch, DeviceInfo
-from tests.ptx.cutedsl import Compiled, compile_kernel
+from rose_dist.kernels.cute import embedding, moe_combine, qk_norm, quantize, rms_norm, routing, swiglu
+from tests.ptx.cutedsl import Compiled
 from tests.ptx.machine import Machine
 
 _CACHES = (
-    rms_norm._launcher, quantize._quantizer, quantize._dequantizer, qk_norm._launcher, swiglu._launcher,
-    routing._launcher, embedding._launcher, moe_combine._launcher,
+    rms_norm.launcher, quantize.quantizer, quantize.dequantizer, qk_norm.launcher, swiglu.launcher,
+    routing.launcher, embedding.launcher, moe_combine.launcher,
 )  # fmt: skip
 
 _EMPTY = torch.empty
@@ -35,7 +38,7 @@ class EmulatedTensor(torch.Tensor):
 @cache
 def compiled(kernel: jit.Kernel) -> Compiled:
     """The kernel with its host code, ready to be interpreted."""
-    return compile_kernel(kernel, *kernel.arguments(), arch=kernel.arch.name)
+    return Compiled(cute.compile(kernel, *kernel.arguments(), options=f"--gpu-arch {kernel.arch} --keep-ptx"))
 
 
 def stream() -> CUstream:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from rose_dist.kernels import jit, packets
+from rose_dist.kernels import jit
+from rose_dist.kernels import peer_regions as packets
 from rose_dist.kernels.sync import REPORT_WORDS
 from tests.kernels.emulation import compiled, stream
 from tests.ptx.launch import Launch

@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from rose_dist.kernels import all_reduce_multicast as multicast
-from rose_dist.kernels import jit, packets
-from rose_dist.kernels.all_reduce_multicast import ADD_STAGE, MAX_BLOCKS, Multicast
+from rose_dist.kernels import jit
 from rose_dist.kernels.arch import ARCHS, HOPPER
+from rose_dist.kernels.cute.all_reduce_multicast import Multicast
+from rose_dist.kernels.peer_regions import MAX_BLOCKS, MULTICAST_ADD_STAGE, PACKET_BYTES, multicast_bytes
 from rose_dist.kernels.sync import WaitExpiredError, WaitReport
 from tests.kernels.peers import Peers, sum_in_rank_order
 from tests.ptx.errors import PtxError
@@ -23,7 +23,7 @@ class Switch:
     """GPUs behind one switch."""
 
     def __init__(self, ranks: int) -> None:
-        self.peers = Peers(ranks, multicast.region_bytes(SIZE) // (2 * ranks * packets.PACKET_BYTES) + 1)
+        self.peers = Peers(ranks, multicast_bytes(SIZE) // (2 * ranks * PACKET_BYTES) + 1)
         self.address = self.peers.machine.multicast(self.peers.inboxes)
         self.uses = self.peers.each(lambda rank: self.peers.machine.zeros(MAX_BLOCKS, torch.int32, gpu=rank))
 
@@ -92,7 +92,7 @@ def test_a_dead_peer_is_reported() -> None:
     switch.peers.limit = 30_000
     Exchange(switch, Multicast(HOPPER, 2, threads=32), 9).launch(0)
     switch.peers.run(races="off")
-    report = WaitReport({ADD_STAGE: "an all-reduce by multicast"})
+    report = WaitReport({MULTICAST_ADD_STAGE: "an all-reduce by multicast"})
     report._words.copy_(switch.peers.reports[0])
     with pytest.raises(WaitExpiredError, match="rank 0 waited .* in an all-reduce by multicast .* wanted 2, saw 1"):
         report.check()

@@ -11,9 +11,10 @@ import torch
 pytest.importorskip("cutlass")
 
 from rose_dist.kernels import moe_combine
-from rose_dist.kernels.all_reduce_one_shot import STAGE, OneShot
 from rose_dist.kernels.arch import ARCHS, HOPPER
-from rose_dist.kernels.moe_combine import Combine
+from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
+from rose_dist.kernels.cute.moe_combine import Combine
+from rose_dist.kernels.peer_regions import ONE_SHOT_STAGE
 from rose_dist.kernels.rms_norm import add_rms_norm
 from rose_dist.kernels.sync import WaitExpiredError, WaitReport
 from tests.kernels.peers import Peers, sum_in_rank_order
@@ -185,7 +186,7 @@ def test_a_dead_peer_is_reported() -> None:
     exchange.launch(2)
     exchange.peers.run()
     for rank in (0, 2):
-        report = WaitReport({STAGE: "an all-reduce"})
+        report = WaitReport({ONE_SHOT_STAGE: "an all-reduce"})
         report._words.copy_(exchange.peers.reports[rank])
         with pytest.raises(
             WaitExpiredError, match=f"rank {rank} waited for rank 1 in an all-reduce .* wanted 7, saw 0"

@@ -7,9 +7,9 @@ import pytest
 pytest.importorskip("cutlass")
 
 from rose_dist.kernels import binary, jit, registry
-from rose_dist.kernels.all_reduce_one_shot import OneShot
-from rose_dist.kernels.all_reduce_two_shot import TwoShot
 from rose_dist.kernels.arch import ARCHS
+from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
+from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
 from rose_dist.kernels.jit import Binary
 
 

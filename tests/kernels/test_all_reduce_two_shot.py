@@ -7,10 +7,9 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from rose_dist.kernels import all_reduce_two_shot as two_shot
-from rose_dist.kernels import packets
-from rose_dist.kernels.all_reduce_two_shot import ADD_STAGE, TwoShot
 from rose_dist.kernels.arch import ARCHS, HOPPER
+from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
+from rose_dist.kernels.peer_regions import ADD_STAGE, PACKET_BYTES, two_shot_bytes
 from rose_dist.kernels.sync import WaitExpiredError, WaitReport
 from tests.kernels.peers import Peers, sum_in_rank_order
 from tests.ptx.errors import PtxError
@@ -20,7 +19,7 @@ SLICE = 4096
 
 
 def peers_for(ranks: int) -> Peers:
-    inbox_for_region = two_shot.region_bytes(ranks, SLICE) // (2 * ranks * packets.PACKET_BYTES) + 1
+    inbox_for_region = two_shot_bytes(ranks, SLICE) // (2 * ranks * PACKET_BYTES) + 1
     return Peers(ranks, inbox_for_region)
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("cutlass")
 
 from rose_dist.kernels import jit
 from rose_dist.kernels.arch import BLACKWELL, HOPPER, arch_of
-from rose_dist.kernels.embedding import Embed
+from rose_dist.kernels.cute.embedding import Embed
 from rose_dist.kernels.errors import CompileInCaptureError, UnsupportedArchError
 from rose_dist.kernels.variants import RowTiling
 

@@ -10,10 +10,10 @@ pytest.importorskip("cutlass")
 
 from rose_dist.kernels import binary, jit, registry
 from rose_dist.kernels.arch import ARCHS, Arch
+from rose_dist.kernels.cute.moe_combine import Combine
+from rose_dist.kernels.cute.moe_dispatch_decode import DispatchDecode
+from rose_dist.kernels.cute.moe_dispatch_prefill import AssignSlots, ScatterRows
 from rose_dist.kernels.jit import Binary
-from rose_dist.kernels.moe_combine import Combine
-from rose_dist.kernels.moe_dispatch_decode import DispatchDecode
-from rose_dist.kernels.moe_dispatch_prefill import AssignSlots, ScatterRows
 
 
 @pytest.fixture(scope="module", params=["sm_90a", "sm_100a"])

@@ -11,8 +11,9 @@ pytest.importorskip("cutlass")
 
 from rose_dist.kernels import expert_slots
 from rose_dist.kernels.arch import HOPPER
+from rose_dist.kernels.cute.moe_dispatch_prefill import AssignSlots
 from rose_dist.kernels.expert_slots import PackedLayout
-from rose_dist.kernels.moe_dispatch_prefill import STAGE, AssignSlots
+from rose_dist.kernels.peer_regions import ASSIGN_STAGE
 from rose_dist.kernels.sync import REPORT_WORDS, WaitExpiredError, WaitReport
 from tests.kernels.emulation import compiled, stream
 from tests.ptx.errors import PtxError
@@ -87,7 +88,7 @@ def test_a_block_that_comes_too_late_is_reported_and_nothing_is_placed_before() 
     assignment.run(2, 0, limit=20_000, resident=1)
     first = assignment.slots.flatten()[: TOKENS * TOP_K // 2]
     assert (first == -1).all()
-    report = WaitReport({STAGE: "the slot assignment"})
+    report = WaitReport({ASSIGN_STAGE: "the slot assignment"})
     report._words.copy_(assignment.report)
     with pytest.raises(WaitExpiredError, match="rank 5 waited for rank 5 in the slot assignment"):
         report.check()

@@ -12,7 +12,16 @@ import torch
 
 from rose_dist.kernels.errors import KernelArgumentError
 from rose_dist.kernels.formats import (
-    FORMATS, FP8, FP8_UE8M0, MXFP4, MXFP8, NVFP4, BlockFormat, Element, Scale, ScaleLayout,
+    FORMATS,
+    FP8,
+    FP8_UE8M0,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    BlockFormat,
+    Element,
+    Scale,
+    ScaleLayout,
 )  # fmt: skip
 from rose_dist.kernels.quantize import dequantize, gather, quantize, reference
 
@@ -38,44 +47,44 @@ def nearest(value: float, element: Element) -> int:
     return sign | (low + (above < below or (above == below and low % 2 == 1)))
 
 
-def define_block(block: np.ndarray, format: BlockFormat, global_scale: float) -> tuple[list[int], int | float]:
+def define_block(block: np.ndarray, fmt: BlockFormat, global_scale: float) -> tuple[list[int], int | float]:
     """Codes and scale of one block by the rules in `quantize`'s docstring."""
     f32 = np.float32
     largest = float(np.max(np.abs(block)))
-    if format.scale is Scale.FP32:
+    if fmt.scale is Scale.FP32:
         scale = f32(max(largest, f32(1e-10)) if math.isfinite(largest) else math.nan) * f32(1 / 448)
         scaled = block * (f32(1) / scale)
-        return [0x7F if np.isnan(v) else nearest(float(v), format.element) for v in scaled], float(scale)
+        return [0x7F if np.isnan(v) else nearest(float(v), fmt.element) for v in scaled], float(scale)
     if not math.isfinite(largest):
-        return [0] * len(block), 255 if format.scale is Scale.E8M0 else 0x7F
-    if format.scale is Scale.E8M0:
+        return [0] * len(block), 255 if fmt.scale is Scale.E8M0 else 0x7F
+    if fmt.scale is Scale.E8M0:
         exponent = -127
         if largest > 0:
-            ratio = Fraction(largest) / (2**format.element.max_exponent if format.saturates else int(format.element.max))
+            ratio = Fraction(largest) / (2**fmt.element.max_exponent if fmt.saturates else int(fmt.element.max))
             exponent = math.frexp(largest)[1] + 20
             while Fraction(2) ** exponent > ratio:  # floor(log2(ratio))
                 exponent -= 1
-            if not format.saturates and Fraction(2) ** exponent < ratio:
+            if not fmt.saturates and Fraction(2) ** exponent < ratio:
                 exponent += 1
             exponent = max(exponent, -127)
         scaled_exact = [float(Fraction(float(v)) / Fraction(2) ** exponent) for v in block]
         # −0 keeps its sign, which a fraction has not.
         signed = [math.copysign(s, v) for s, v in zip(scaled_exact, block, strict=True)]
-        return [nearest(v, format.element) for v in signed], exponent + 127
+        return [nearest(v, fmt.element) for v in signed], exponent + 127
     code = nearest(float(f32(largest) * f32(1 / 6) * f32(global_scale)), Element.E4M3)
     scale = table(Element.E4M3)[code]
     inverse = f32(0) if scale == 0 else f32(global_scale) * (f32(1) / f32(scale))
-    return [nearest(float(v), format.element) for v in block * inverse], code
+    return [nearest(float(v), fmt.element) for v in block * inverse], code
 
 
-def definition(x: torch.Tensor, format: BlockFormat) -> tuple[torch.Tensor, torch.Tensor]:
+def definition(x: torch.Tensor, fmt: BlockFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes (one a byte) and scales of every row."""
     values = x.float().numpy()
     codes, scales = [], []
     with np.errstate(all="ignore"):
         for row in values:
-            blocks = [row[i : i + format.block] for i in range(0, len(row), format.block)]
-            defined = [define_block(block, format, GLOBAL_SCALE) for block in blocks]
+            blocks = [row[i : i + fmt.block] for i in range(0, len(row), fmt.block)]
+            defined = [define_block(block, fmt, GLOBAL_SCALE) for block in blocks]
             codes.append([c for block, _ in defined for c in block])
             scales.append([s for _, s in defined])
     return torch.tensor(codes, dtype=torch.uint8), torch.tensor(scales)
@@ -100,93 +109,93 @@ def inputs(dtype: torch.dtype, columns: int) -> torch.Tensor:
     return torch.cat([spread, ties, eighths[None], zeros, special.clamp(-3.3e38, 3.3e38), clip]).to(dtype)
 
 
-def unpacked(codes: torch.Tensor, format: BlockFormat) -> torch.Tensor:
+def unpacked(codes: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
     raw = codes.view(torch.uint8)
-    return raw if format.element is Element.E4M3 else torch.stack([raw & 15, raw >> 4], -1).flatten(-2)
+    return raw if fmt.element is Element.E4M3 else torch.stack([raw & 15, raw >> 4], -1).flatten(-2)
 
 
-def tensor_scale(format: BlockFormat) -> torch.Tensor | None:
-    return torch.tensor([GLOBAL_SCALE]) if format is NVFP4 else None
+def tensor_scale(fmt: BlockFormat) -> torch.Tensor | None:
+    return torch.tensor([GLOBAL_SCALE]) if fmt is NVFP4 else None
 
 
-@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_reference_is_the_definition(format: BlockFormat, dtype: torch.dtype) -> None:
+def test_reference_is_the_definition(fmt: BlockFormat, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     x = inputs(dtype, 256)
-    codes, scales = reference(x, format, tensor_scale(format))
-    wanted_codes, wanted_scales = definition(x, format)
-    assert torch.equal(unpacked(codes, format), wanted_codes)
-    plain = scales.float() if format.scale is Scale.FP32 else scales.view(torch.uint8)
+    codes, scales = reference(x, fmt, tensor_scale(fmt))
+    wanted_codes, wanted_scales = definition(x, fmt)
+    assert torch.equal(unpacked(codes, fmt), wanted_codes)
+    plain = scales.float() if fmt.scale is Scale.FP32 else scales.view(torch.uint8)
     assert torch.equal(plain.nan_to_num(nan=-1.0), wanted_scales.to(plain.dtype).nan_to_num(nan=-1.0))
 
 
-@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_kernel_equals_reference_bit_for_bit(gpu: Any, format: BlockFormat, dtype: torch.dtype) -> None:
+def test_kernel_equals_reference_bit_for_bit(gpu: Any, fmt: BlockFormat, dtype: torch.dtype) -> None:
     """2880 columns: the last block of FP8 is half one."""
     columns = 2880 if gpu.real or dtype is torch.bfloat16 else 288
     x = inputs(torch.float32, columns).to(dtype)
-    scale = tensor_scale(format)
-    codes, scales = quantize(gpu.tensor(x), format, global_scale=None if scale is None else gpu.tensor(scale))
-    wanted_codes, wanted_scales = reference(x, format, scale)
+    scale = tensor_scale(fmt)
+    codes, scales = quantize(gpu.tensor(x), fmt, global_scale=None if scale is None else gpu.tensor(scale))
+    wanted_codes, wanted_scales = reference(x, fmt, scale)
     assert torch.equal(gpu.plain(codes).view(torch.uint8), wanted_codes.view(torch.uint8))
-    narrow = torch.int32 if format.scale is Scale.FP32 else torch.uint8
+    narrow = torch.int32 if fmt.scale is Scale.FP32 else torch.uint8
     same = gpu.plain(scales).view(narrow) == wanted_scales.view(narrow)
-    assert (same | (wanted_scales.isnan() if format.scale is Scale.FP32 else torch.zeros(()).bool())).all()
+    assert (same | (wanted_scales.isnan() if fmt.scale is Scale.FP32 else torch.zeros(()).bool())).all()
 
 
 @pytest.mark.gpu(1)
-@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
-def test_many_random_rows(format: BlockFormat) -> None:
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+def test_many_random_rows(fmt: BlockFormat) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     for rows in (1, 3, 127, 8191):
         x = (torch.randn(rows, 2880, device="cuda") * torch.randn(rows, 1, device="cuda").exp2()).bfloat16()
-        scale = tensor_scale(format)
+        scale = tensor_scale(fmt)
         scale = None if scale is None else scale.cuda()
-        codes, scales = quantize(x, format, global_scale=scale)
-        wanted_codes, wanted_scales = reference(x, format, scale)
+        codes, scales = quantize(x, fmt, global_scale=scale)
+        wanted_codes, wanted_scales = reference(x, fmt, scale)
         assert torch.equal(codes.view(torch.uint8), wanted_codes.view(torch.uint8))
         assert torch.equal(scales.view(torch.uint8), wanted_scales.view(torch.uint8))
 
 
-@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_decoding_every_code_and_scale(gpu: Any, format: BlockFormat, dtype: torch.dtype) -> None:
-    columns = 256 if format.element is Element.E4M3 else 32
-    rows = 256 if format.scale is Scale.E8M0 and gpu.real else 20
-    pattern = torch.arange(columns) if format.element is Element.E4M3 else torch.arange(columns) % 16
+def test_decoding_every_code_and_scale(gpu: Any, fmt: BlockFormat, dtype: torch.dtype) -> None:
+    columns = 256 if fmt.element is Element.E4M3 else 32
+    rows = 256 if fmt.scale is Scale.E8M0 and gpu.real else 20
+    pattern = torch.arange(columns) if fmt.element is Element.E4M3 else torch.arange(columns) % 16
     codes = pattern.to(torch.uint8).repeat(rows, 1)
-    packed = codes if format.element is Element.E4M3 else codes[:, 0::2] | codes[:, 1::2] << 4
-    blocks = format.blocks(columns)
-    if format.scale is Scale.FP32:
+    packed = codes if fmt.element is Element.E4M3 else codes[:, 0::2] | codes[:, 1::2] << 4
+    blocks = fmt.blocks(columns)
+    if fmt.scale is Scale.FP32:
         scales = torch.randn(rows, blocks).exp2()
     else:
-        ends = [0, 1, 2, 126, 127, 128, 253, 254, 255] if format.scale is Scale.E8M0 else [0, 1, 7, 8, 56, 119, 126, 127]
+        ends = [0, 1, 2, 126, 127, 128, 253, 254, 255] if fmt.scale is Scale.E8M0 else [0, 1, 7, 8, 56, 119, 126, 127]
         chosen = torch.arange(rows) if rows == 256 else torch.tensor(ends).repeat(3)[:rows]
-        scales = chosen[:, None].expand(rows, blocks).contiguous().to(torch.uint8).view(format.scale.value)
-    values = torch.tensor(table(format.element))
-    magnitude = codes.int() & (127 if format.element is Element.E4M3 else 7)
-    nan = magnitude == 127 if format.element is Element.E4M3 else torch.zeros_like(codes, dtype=torch.bool)
+        scales = chosen[:, None].expand(rows, blocks).contiguous().to(torch.uint8).view(fmt.scale.value)
+    values = torch.tensor(table(fmt.element))
+    magnitude = codes.int() & (127 if fmt.element is Element.E4M3 else 7)
+    nan = magnitude == 127 if fmt.element is Element.E4M3 else torch.zeros_like(codes, dtype=torch.bool)
     wide = values[magnitude.clamp(max=len(values) - 1)].double().masked_fill(nan, math.nan)
-    wide = torch.where(codes >= (128 if format.element is Element.E4M3 else 8), -wide, wide)
+    wide = torch.where(codes >= (128 if fmt.element is Element.E4M3 else 8), -wide, wide)
     factor = scales.double()
-    if format.scale is Scale.E8M0:
+    if fmt.scale is Scale.E8M0:
         factor = torch.where(scales == 255, math.nan, (scales.double() - 127).exp2())
-    if format is NVFP4:
+    if fmt is NVFP4:
         factor = (scales.float() * (1.0 / torch.tensor(GLOBAL_SCALE))).double()
-    wanted = (wide * factor.repeat_interleave(format.block, -1)[:, :columns]).float().to(dtype)
-    scale = tensor_scale(format)
+    wanted = (wide * factor.repeat_interleave(fmt.block, -1)[:, :columns]).float().to(dtype)
+    scale = tensor_scale(fmt)
     got = dequantize(
-        gpu.tensor(packed.view(format.codes_dtype())), gpu.tensor(scales), format, dtype=dtype,
+        gpu.tensor(packed.view(fmt.codes_dtype())), gpu.tensor(scales), fmt, dtype=dtype,
         global_scale=None if scale is None else gpu.tensor(scale),
     )  # fmt: skip
     assert torch.equal(gpu.plain(got).nan_to_num(nan=12345.0), wanted.nan_to_num(nan=12345.0))
 
 
 @pytest.mark.parametrize(
-    ("format", "layout"),
+    ("fmt", "layout"),
     [
         (FP8, ScaleLayout.COLUMNS),
         (FP8_UE8M0, ScaleLayout.PACKED_COLUMNS),
@@ -197,16 +206,16 @@ def test_decoding_every_code_and_scale(gpu: Any, format: BlockFormat, dtype: tor
     ids=str,
 )
 @pytest.mark.parametrize("columns", [288, 2880])
-def test_layouts(gpu: Any, format: BlockFormat, layout: ScaleLayout, columns: int) -> None:
+def test_layouts(gpu: Any, fmt: BlockFormat, layout: ScaleLayout, columns: int) -> None:
     """The scales stand where the layout says, padding is zero, and both directions agree."""
     x = torch.randn(5, columns).bfloat16()
-    scale = tensor_scale(format)
+    scale = tensor_scale(fmt)
     moved = None if scale is None else gpu.tensor(scale)
-    codes, scales = quantize(gpu.tensor(x), format, layout=layout, global_scale=moved)
-    wanted_codes, wanted_scales = reference(x, format, scale)
+    codes, scales = quantize(gpu.tensor(x), fmt, layout=layout, global_scale=moved)
+    wanted_codes, wanted_scales = reference(x, fmt, scale)
     storage = gpu.plain_storage(scales)
-    assert torch.equal(gather(storage, format, layout, 5, columns).cpu(), wanted_scales)
-    blocks = format.blocks(columns)
+    assert torch.equal(gather(storage, fmt, layout, 5, columns).cpu(), wanted_scales)
+    blocks = fmt.blocks(columns)
     if layout is ScaleLayout.PACKED_COLUMNS:
         words = scales.as_subclass(torch.Tensor)
         assert words.shape == (5, -(-blocks // 4))
@@ -222,9 +231,9 @@ def test_layouts(gpu: Any, format: BlockFormat, layout: ScaleLayout, columns: in
         got = storage.cpu().view(torch.uint8).reshape(-1)
         tiles = got.view(-1, 32, 4, 4)
         assert torch.equal(tiles[:, :5, 0], shuffled.view(-1, 32, 4, 4)[:, :5, 0])
-    decoded = dequantize(codes, scales, format, layout=layout, global_scale=moved)
+    decoded = dequantize(codes, scales, fmt, layout=layout, global_scale=moved)
     straight = dequantize(
-        gpu.tensor(wanted_codes), gpu.tensor(wanted_scales), format, global_scale=moved
+        gpu.tensor(wanted_codes), gpu.tensor(wanted_scales), fmt, global_scale=moved
     )  # fmt: skip
     assert torch.equal(gpu.plain(decoded), gpu.plain(straight))
 
@@ -255,24 +264,24 @@ def test_mxfp4_agrees_with_the_checkpoint_converter() -> None:
         ({"x": torch.zeros(2, 256, dtype=torch.int32)}, "x: dtype is torch.int32"),
         ({"x": torch.zeros(2, 24, dtype=torch.bfloat16)}, "x's columns: is 24; must be a positive multiple of 16"),
         ({"x": torch.zeros(256, dtype=torch.bfloat16)}, "x: shape is"),
-        ({"format": NVFP4}, "global_scale: format nvfp4 needs one"),
+        ({"fmt": NVFP4}, "global_scale: format nvfp4 needs one"),
         ({"global_scale": torch.ones(1)}, "global_scale: format fp8 takes none"),
-        ({"format": NVFP4, "global_scale": torch.ones(1).double()}, "global_scale: dtype"),
+        ({"fmt": NVFP4, "global_scale": torch.ones(1).double()}, "global_scale: dtype"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
-    given = {"x": torch.zeros(2, 256, dtype=torch.bfloat16), "format": FP8, **arguments}
+    given = {"x": torch.zeros(2, 256, dtype=torch.bfloat16), "fmt": FP8, **arguments}
     with pytest.raises(KernelArgumentError, match=message):
-        quantize(given.pop("x"), given.pop("format"), **given)
+        quantize(given.pop("x"), given.pop("fmt"), **given)
 
 
 def test_cpu_tensors_take_the_reference() -> None:
     x = torch.randn(5, 288).bfloat16()
-    for format in FORMATS.values():
-        scale = tensor_scale(format)
-        codes, scales = quantize(x, format, global_scale=scale)
-        wanted_codes, wanted_scales = reference(x, format, scale)
+    for fmt in FORMATS.values():
+        scale = tensor_scale(fmt)
+        codes, scales = quantize(x, fmt, global_scale=scale)
+        wanted_codes, wanted_scales = reference(x, fmt, scale)
         assert torch.equal(codes.view(torch.uint8), wanted_codes.view(torch.uint8))
         assert torch.equal(scales, wanted_scales)
-        error = (dequantize(codes, scales, format, global_scale=scale).float() - x.float()).abs().max()
+        error = (dequantize(codes, scales, fmt, global_scale=scale).float() - x.float()).abs().max()
         assert error < 1.1

@@ -10,13 +10,13 @@ pytest.importorskip("cutlass")
 
 from rose_dist.kernels import binary, jit, probe, registry
 from rose_dist.kernels.arch import ARCHS, Arch
-from rose_dist.kernels.embedding import Embed
+from rose_dist.kernels.cute.embedding import Embed
+from rose_dist.kernels.cute.qk_norm import QKNormRope
+from rose_dist.kernels.cute.quantize import Dequantize, Quantize
+from rose_dist.kernels.cute.rms_norm import RMSNorm
+from rose_dist.kernels.cute.routing import Route
+from rose_dist.kernels.cute.swiglu import GatedActivation
 from rose_dist.kernels.jit import Binary
-from rose_dist.kernels.qk_norm import QKNormRope
-from rose_dist.kernels.quantize import Dequantize, Quantize
-from rose_dist.kernels.rms_norm import RMSNorm
-from rose_dist.kernels.routing import Route
-from rose_dist.kernels.swiglu import GatedActivation
 
 STREAMING = (RMSNorm, QKNormRope, GatedActivation, Quantize, Dequantize, Embed)
 
@@ -78,7 +78,9 @@ def test_grid_barrier_is_one_release_and_acquires(arch: Arch) -> None:
     """bar, red.release, ld.acquire until reached, bar: no fence of its own, and no plain access to the counter."""
     text = jit.compile_binary(probe.GridBarriers(arch, repeats=100)).ptx
     body = re.sub(r"\s+", " ", text)
-    assert re.search(r"bar\.sync 0;.*red\.release\.gpu\.global\.add\.u32.*ld\.acquire\.gpu\.global\.u32.*bar\.sync 0;", body)
+    assert re.search(
+        r"bar\.sync 0;.*red\.release\.gpu\.global\.add\.u32.*ld\.acquire\.gpu\.global\.u32.*bar\.sync 0;", body
+    )
     assert "fence" not in text
     assert "%globaltimer" in text
 
@@ -90,7 +92,7 @@ def test_counting_routers_use_one_launch_for_decode(binaries: list[Binary]) -> N
             launches = compiled.ptx.count(".visible .entry")
             assert launches == (2 if kernel.counts and not kernel.shape.cluster else 1), kernel.label
             if kernel.shape.cluster > 1:
-                assert "red.relaxed.cluster.shared::cluster.add.u32" in compiled.ptx
+                assert "mapa.shared::cluster.u32" in compiled.ptx
 
 
 def test_registry_lists_each_kernel_once(arch: Arch) -> None:

@@ -67,16 +67,16 @@ def test_in_place(gpu: Any) -> None:
     assert_rounded(gpu.plain(moved), exact(x, weight))
 
 
-@pytest.mark.parametrize("format", [FP8, MXFP8, MXFP4, NVFP4], ids=str)
+@pytest.mark.parametrize("fmt", [FP8, MXFP8, MXFP4, NVFP4], ids=str)
 @pytest.mark.parametrize("residual", [False, True])
-def test_quantised_output_decodes_to_the_norm(gpu: Any, format: BlockFormat, residual: bool) -> None:
+def test_quantised_output_decodes_to_the_norm(gpu: Any, fmt: BlockFormat, residual: bool) -> None:
     hidden = 2880
     x, other = torch.randn(2, 3, hidden).bfloat16()
     weight = torch.randn(hidden).bfloat16()
-    tensor_scale = torch.tensor([448.0 * 6 / 12]) if format is NVFP4 else None
+    tensor_scale = torch.tensor([448.0 * 6 / 12]) if fmt is NVFP4 else None
     moved_scale = None if tensor_scale is None else gpu.tensor(tensor_scale)
     codes, scales, total = rms_norm_quantized(
-        gpu.tensor(x), gpu.tensor(weight), EPS, format, residual=gpu.tensor(other) if residual else None,
+        gpu.tensor(x), gpu.tensor(weight), EPS, fmt, residual=gpu.tensor(other) if residual else None,
         global_scale=moved_scale,
     )  # fmt: skip
     summed = (x.double() + other.double()).to(torch.bfloat16) if residual else x
@@ -84,27 +84,27 @@ def test_quantised_output_decodes_to_the_norm(gpu: Any, format: BlockFormat, res
     assert (total is not None) == residual
     if total is not None:
         assert torch.equal(gpu.plain(total), summed)
-    got = dequantize(codes, scales, format, dtype=torch.float32, global_scale=moved_scale)
-    expected_codes, expected_scales = reference(wanted.float(), format, tensor_scale)
+    got = dequantize(codes, scales, fmt, dtype=torch.float32, global_scale=moved_scale)
+    expected_codes, expected_scales = reference(wanted.float(), fmt, tensor_scale)
     # The norm itself may differ in its last bit, which moves a code only where it lay on a boundary.
     same = (gpu.plain(codes).view(torch.uint8) == expected_codes.view(torch.uint8)).float().mean()
     assert same > 0.998
-    step = {FP8: 2**-4, MXFP8: 2**-3, MXFP4: 2**-1, NVFP4: 2**-2}[format]
+    step = {FP8: 2**-4, MXFP8: 2**-3, MXFP4: 2**-1, NVFP4: 2**-2}[fmt]
     largest = wanted.abs().unflatten(-1, (-1, 64)).amax(-1).repeat_interleave(64, -1)
     assert ((gpu.plain(got).double() - wanted).abs() <= largest * step).all()
-    assert expected_scales.shape == (3, format.blocks(hidden))
+    assert expected_scales.shape == (3, fmt.blocks(hidden))
 
 
 def test_scale_layouts_hold_the_same_scales(gpu: Any) -> None:
     from rose_dist.kernels.quantize import gather  # noqa: PLC0415
 
     x, weight = torch.randn(5, 512).bfloat16(), torch.randn(512).bfloat16()
-    for format, layouts in ((FP8, (ScaleLayout.COLUMNS,)), (MXFP8, (ScaleLayout.TILES, ScaleLayout.PACKED_COLUMNS))):
-        arguments = (gpu.tensor(x), gpu.tensor(weight), EPS, format)
+    for fmt, layouts in ((FP8, (ScaleLayout.COLUMNS,)), (MXFP8, (ScaleLayout.TILES, ScaleLayout.PACKED_COLUMNS))):
+        arguments = (gpu.tensor(x), gpu.tensor(weight), EPS, fmt)
         plain = gpu.plain(rms_norm_quantized(*arguments)[1])
         for layout in layouts:
             scales = rms_norm_quantized(*arguments, layout=layout)[1]
-            assert torch.equal(gather(gpu.plain_storage(scales), format, layout, 5, 512).cpu(), plain)
+            assert torch.equal(gather(gpu.plain_storage(scales), fmt, layout, 5, 512).cpu(), plain)
 
 
 def test_no_rows(gpu: Any) -> None:

@@ -37,9 +37,7 @@ def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.mark.parametrize("gate", list(Gate))
 @pytest.mark.parametrize("columns", [2880, 1536])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_matches_float64(
-    gpu: Any, row_counts: tuple[int, ...], gate: Gate, columns: int, dtype: torch.dtype
-) -> None:
+def test_matches_float64(gpu: Any, row_counts: tuple[int, ...], gate: Gate, columns: int, dtype: torch.dtype) -> None:
     for rows in row_counts:
         x = (torch.randn(rows, 2 * columns) * 5).to(dtype)
         assert_close(gpu.plain(activate(gate, gpu.tensor(x))), exact(gate, x))
@@ -73,16 +71,16 @@ def test_bias_by_expert_and_skipped_rows(gpu: Any) -> None:
 
 
 @pytest.mark.parametrize("gate", list(Gate))
-@pytest.mark.parametrize("format", [FP8, MXFP8, MXFP4], ids=str)
-def test_quantised_output(gpu: Any, gate: Gate, format: BlockFormat) -> None:
+@pytest.mark.parametrize("fmt", [FP8, MXFP8, MXFP4], ids=str)
+def test_quantised_output(gpu: Any, gate: Gate, fmt: BlockFormat) -> None:
     x = (torch.randn(3, 2 * 2880) * 3).bfloat16()
-    codes, scales = activate_quantized(gate, gpu.tensor(x), format, limit=LIMIT)
+    codes, scales = activate_quantized(gate, gpu.tensor(x), fmt, limit=LIMIT)
     wanted = exact(gate, x).float()
-    wanted_codes, _ = reference(wanted, format)
+    wanted_codes, _ = reference(wanted, fmt)
     same = (gpu.plain(codes).view(torch.uint8) == wanted_codes.view(torch.uint8)).float().mean()
     assert same > 0.998
-    got = gpu.plain(dequantize(codes, scales, format, dtype=torch.float32))
-    assert (got - wanted).abs().max() < wanted.abs().max() * (0.3 if format is MXFP4 else 0.13)
+    got = gpu.plain(dequantize(codes, scales, fmt, dtype=torch.float32))
+    assert (got - wanted).abs().max() < wanted.abs().max() * (0.3 if fmt is MXFP4 else 0.13)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,9 @@ def expected(blocks: int, repeats: int) -> list[int]:
     return [sum((slot - i) % blocks + 1 for i in range(repeats)) for slot in range(blocks)]
 
 
-def run(seed: int, *, base: int = 0, counter: int = 0, limit: int = LONG, weaken: str = "") -> tuple[list[int], torch.Tensor]:
+def run(
+    seed: int, *, base: int = 0, counter: int = 0, limit: int = LONG, weaken: str = ""
+) -> tuple[list[int], torch.Tensor]:
     """Slots and report words after one emulated launch; `weaken` is an instruction to strip of its release."""
     machine = Machine()
     count = machine.tensor(torch.tensor([counter], dtype=torch.int64).to(torch.uint32).view(torch.int32))
@@ -83,7 +85,9 @@ def test_a_wait_that_expires_reports_and_ends() -> None:
 def test_report_names_unknown_stages() -> None:
     report = WaitReport({})
     report._words.copy_(torch.tensor([1, 3, 5, 9, 70, 69, 0, 1]))
-    with pytest.raises(WaitExpiredError, match="rank 3 waited for rank 5 in stage 9 beyond the limit: wanted 70, saw 69"):
+    with pytest.raises(
+        WaitExpiredError, match="rank 3 waited for rank 5 in stage 9 beyond the limit: wanted 70, saw 69"
+    ):
         report.check()
 
 

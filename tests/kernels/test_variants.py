@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose_dist.kernels import vector
+from rose_dist.kernels import launch
 from rose_dist.kernels.arch import BLACKWELL, HOPPER
 from rose_dist.kernels.variants import COUNTING_ROUTERS, ROUTERS, ROW_SHAPES, Ranges, RowShape, router_shape, tile
 
@@ -52,7 +52,7 @@ def test_router_shapes() -> None:
 
 
 def test_widest_access_follows_the_least_alignment() -> None:
-    assert vector.widest(HOPPER, 5760, 0) == 16
-    assert vector.widest(BLACKWELL, 5760, 0) == 32
-    assert vector.widest(BLACKWELL, 5760, 16) == 16
-    assert vector.widest(BLACKWELL, 24) == 8
+    assert launch.widest(HOPPER, 5760, 0) == 16
+    assert launch.widest(BLACKWELL, 5760, 0) == 32
+    assert launch.widest(BLACKWELL, 5760, 16) == 16
+    assert launch.widest(BLACKWELL, 24) == 8

@@ -4,7 +4,8 @@ Everyone pushes each slice to its owner; the owner adds up in rank order in fp32
 everyone. Block b of one rank deals with block b of the others only, so there is no barrier over the grid.
 
 Region, in every rank's symmetric memory: inbox [2 parities, ranks, slice_bytes] of slices to be added, outbox [2
-parities, ranks, slice_bytes] of sums, then flags u32 [2 stages, ranks, MAX_BLOCKS].
+parities, ranks, slice_bytes] of sums, then flags u32 [2 stages, ranks, MAX_BLOCKS], which must
+be 0 before the first exchange (`peer_regions.two_shot_bytes`).
 Flag [stage][source][block]: written by thread `destination` of that block of rank `source` (release, system scope) with
 the epoch, once the block has pushed its part of the slice; read by the same thread number of the same block of the
 owner of the memory (acquire). It publishes that part. Flags only grow; epoch and parity: see `packets`.
@@ -16,26 +17,13 @@ from dataclasses import dataclass
 
 import torch
 
-from rose_dist.kernels import jit, packets, ptx, sync, vector
-from rose_dist.kernels.dsl import (
-    TYPES, Boolean, Float32, Int32, Int64, Stream, Uint32, cute, cutlass, range_constexpr,
-)  # fmt: skip
+from rose_dist.kernels import jit, ptx, sync, vector
+from rose_dist.kernels.cute import packets
+from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, cute, cutlass, range_constexpr
+from rose_dist.kernels.peer_regions import ADD_STAGE, MAX_BLOCKS, TAKE_STAGE
 
-ADD_STAGE, TAKE_STAGE = 18, 19
-"""The numbers of the waits in reports: for parts to add, and for sums."""
-MAX_BLOCKS = 256
 UNROLL = 4
 VECTOR_BYTES = 16
-
-
-def region_bytes(ranks: int, slice_bytes: int) -> int:
-    """Of one rank's region."""
-    return 4 * ranks * slice_bytes + flag_bytes(ranks)
-
-
-def flag_bytes(ranks: int) -> int:
-    """Of the flags at the region's end, which must be 0 before the first exchange."""
-    return 2 * ranks * MAX_BLOCKS * 4
 
 
 @dataclass(frozen=True)

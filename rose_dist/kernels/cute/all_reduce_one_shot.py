@@ -11,15 +11,23 @@ from dataclasses import dataclass
 
 import torch
 
-from rose_dist.kernels import jit, packets, ptx, vector
+from rose_dist.kernels import jit, peer_regions, ptx, vector
+from rose_dist.kernels.cute import packets
+from rose_dist.kernels.cute.moe_combine import Combine
 from rose_dist.kernels.dsl import (
-    TYPES, Boolean, Float32, Int32, Int64, Stream, Uint32, const_expr, cute, range_constexpr,
+    TYPES,
+    Boolean,
+    Float32,
+    Int32,
+    Int64,
+    Stream,
+    Uint32,
+    const_expr,
+    cute,
+    range_constexpr,
 )  # fmt: skip
-from rose_dist.kernels.moe_combine import Combine
+from rose_dist.kernels.peer_regions import ONE_SHOT_STAGE, PACKET_BYTES, PACKET_WORDS
 from rose_dist.kernels.variants import MAX_THREADS, WARP
-
-STAGE = 17
-"""The number of the wait for packets in reports."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,7 @@ class OneShot(jit.Kernel):
     @property
     def row_packets(self) -> int:
         """Of a row."""
-        return packets.packets(self.words)
+        return peer_regions.packets(self.words)
 
     @property
     def threads(self) -> int:
@@ -144,14 +152,14 @@ class OneShot(jit.Kernel):
         for turn in range_constexpr(self.turns):
             packet = cute.arch.thread_idx()[0] + turn * self.threads
             if packet < self.row_packets:
-                words = [self.word(row, x, staged, self.place(packet, i)) for i in range(packets.WORDS)]
-                at = offset + (Int64(row) * self.row_packets + packet) * packets.PACKET_BYTES
+                words = [self.word(row, x, staged, self.place(packet, i)) for i in range(PACKET_WORDS)]
+                at = offset + (Int64(row) * self.row_packets + packet) * PACKET_BYTES
                 packets.send(peers, at, words, epoch)
 
     def place(self, packet, i):  # type: ignore[no-untyped-def]
         """A packet's word number `i`, counted in the row; the row's last word in place of any beyond it."""
-        at = packet * packets.WORDS + i
-        return at if self.words % packets.WORDS == 0 else vector.min_of(at, Int32(self.words - 1))
+        at = packet * PACKET_WORDS + i
+        return at if self.words % PACKET_WORDS == 0 else vector.min_of(at, Int32(self.words - 1))
 
     def word(self, row, x, staged, at):  # type: ignore[no-untyped-def]
         if self.combine is not None:
@@ -168,9 +176,11 @@ class OneShot(jit.Kernel):
         for turn in range_constexpr(self.turns):
             packet = vector.min_of(cute.arch.thread_idx()[0] + turn * self.threads, Int32(self.row_packets - 1))
             received = cute.make_rmem_tensor(4 * self.ranks, Uint32)
-            at = inbox + (Int64(row) * self.row_packets + packet) * packets.PACKET_BYTES
-            alive = packets.receive(at, source_bytes, self.ranks, epoch, received, alive, limit_ns, report, rank, STAGE)
-            for i in range_constexpr(packets.WORDS):
+            at = inbox + (Int64(row) * self.row_packets + packet) * PACKET_BYTES
+            alive = packets.receive(
+                at, source_bytes, self.ranks, epoch, received, alive, limit_ns, report, rank, ONE_SHOT_STAGE
+            )
+            for i in range_constexpr(PACKET_WORDS):
                 sums.append(self.add(received, i))
         if const_expr(self.norm):
             self.write_norm(row, sums, out, residual, total, weight, eps)
@@ -189,11 +199,11 @@ class OneShot(jit.Kernel):
     def mine(self, turn, i):  # type: ignore[no-untyped-def]
         """This thread's word `i` of `turn`: its number in the row, and whether there is such a word."""
         packet = cute.arch.thread_idx()[0] + turn * self.threads
-        at = packet * packets.WORDS + i
+        at = packet * PACKET_WORDS + i
         return at, Boolean((packet < self.row_packets) & (at < self.words))
 
     def every_word(self):  # type: ignore[no-untyped-def]
-        return [(turn, i) for turn in range(self.turns) for i in range(packets.WORDS)]
+        return [(turn, i) for turn in range(self.turns) for i in range(PACKET_WORDS)]
 
     @cute.jit
     def write(self, row: Int32, sums: list, out: Int64) -> None:

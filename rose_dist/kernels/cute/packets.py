@@ -22,21 +22,6 @@ import torch
 from rose_dist.kernels import ptx, sync
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Uint32, Uint64, cute, cutlass, range_constexpr
 
-PACKET_BYTES = 16
-WORDS = 3
-"""Data words of a packet."""
-MAX_RANKS = 8
-
-
-def packets(words: int) -> int:
-    """Packets that a row of so many words takes."""
-    return -(-words // WORDS)
-
-
-def inbox_bytes(ranks: int, source_bytes: int) -> int:
-    """Of one rank's inbox; `source_bytes` for what one sender sends in one exchange."""
-    return 2 * ranks * source_bytes
-
 
 @cute.jit
 def current_epoch(state: Int64) -> Uint32:

@@ -9,13 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rose_dist.kernels import jit, ptx, vector
+from rose_dist.kernels.cute.expert_slots import copy_bytes, local_expert, scan_starts, shared_integers
+from rose_dist.kernels.cute.phase_barrier import phase_barrier
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, const_expr, cute, range_constexpr
-from rose_dist.kernels.expert_slots import PackedLayout, copy_bytes, local_expert, scan_starts, shared_integers
-from rose_dist.kernels.phase_barrier import phase_barrier
+from rose_dist.kernels.expert_slots import PackedLayout
+from rose_dist.kernels.peer_regions import ASSIGN_STAGE
 from rose_dist.kernels.variants import WARP, RowTiling
-
-STAGE = 16
-"""The number of the grid barrier's wait in reports."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class AssignSlots(jit.Kernel):
             self.count(ids, first + step * WARP, pairs, first_expert, walked, own)
         cute.arch.sync_threads()
         self.publish(walked, histograms + Int64(block) * (self.experts * 4))
-        arrived = phase_barrier(barrier, block == 0, blocks, passed, limit_ns, report, rank, STAGE)
+        arrived = phase_barrier(barrier, block == 0, blocks, passed, limit_ns, report, rank, ASSIGN_STAGE)
         # After a wait that expired there is nothing to read: no pair gets a slot.
         self.add_histograms(histograms, block, vector.select(arrived, blocks, Int32(0)), counted, walked)
         scan_starts(counted, starts, totals, self.layout, self.experts, self.threads)

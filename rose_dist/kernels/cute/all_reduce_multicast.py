@@ -5,7 +5,7 @@ used on shared hosts. The switch adds in fp32 in an order of its own and rounds 
 because each element is added for one rank and sent to all.
 
 Region, in every rank's symmetric memory and in one multicast object: staging [2 parities, bytes], results [2 parities,
-bytes], then counters u32 [2 stages, MAX_BLOCKS].
+bytes], then counters u32 [2 stages, MAX_BLOCKS], all 0 before the first use (`peer_regions.multicast_bytes`).
 Counter [stage][block]: every rank's same block adds one (release, system scope, multicast) when it has written its part
 of staging, or its slice's part of the results; thread 0 of the block reads its own copy (acquire) until all have. It
 publishes that part of every rank. How often block b has met is kept in `uses`; counters are never reset. Epoch and
@@ -16,18 +16,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rose_dist.kernels import jit, packets, ptx, sync, vector
+from rose_dist.kernels import jit, ptx, sync, vector
+from rose_dist.kernels.cute import packets
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, cute, cutlass, range_constexpr
+from rose_dist.kernels.peer_regions import MAX_BLOCKS, MULTICAST_ADD_STAGE, MULTICAST_TAKE_STAGE
 
-ADD_STAGE, TAKE_STAGE = 20, 21
-"""The numbers of the waits in reports: for what is to be added, and for sums."""
-MAX_BLOCKS = 256
 VECTOR_BYTES = 16
-
-
-def region_bytes(size: int) -> int:
-    """Of one rank's region, for tensors of up to `size` bytes, a multiple of 16. It must be 0 before the first use."""
-    return 4 * size + 2 * MAX_BLOCKS * 4
 
 
 @dataclass(frozen=True)
@@ -70,14 +64,16 @@ class Multicast(jit.Kernel):
         met = uses + Int64(block) * 4
         wanted = (ptx.load_relaxed(met, "gpu") + Uint32(1)) * Uint32(self.ranks)
         self.copy(x, own + staging, share, vectors, begin, end)
-        there = self.meet(own + counter, multi + counter, wanted, Boolean(True), limit_ns, report, rank, ADD_STAGE)
+        there = self.meet(
+            own + counter, multi + counter, wanted, Boolean(True), limit_ns, report, rank, MULTICAST_ADD_STAGE
+        )
         first = Int64(rank) * share
         stop = vector.min_of(end, vectors - rank * share)
         for at in cutlass.range(begin, stop, self.threads, unroll=2):
             offset = (first + at) * VECTOR_BYTES
             ptx.multimem_store_16b(multi + results + offset, ptx.multimem_load_add_bf16x8(multi + staging + offset))
         counter += MAX_BLOCKS * 4
-        self.meet(own + counter, multi + counter, wanted, there, limit_ns, report, rank, TAKE_STAGE)
+        self.meet(own + counter, multi + counter, wanted, there, limit_ns, report, rank, MULTICAST_TAKE_STAGE)
         self.copy(own + results, out, share, vectors, begin, end)
         cute.arch.sync_threads()
         if thread == 0:
@@ -85,9 +81,7 @@ class Multicast(jit.Kernel):
         packets.finish_epoch(state, block == 0, blocks, Boolean(True))
 
     @cute.jit
-    def copy(
-        self, source: Int64, target: Int64, share: Int32, vectors: Int32, begin: Int32, end: Int32
-    ) -> None:
+    def copy(self, source: Int64, target: Int64, share: Int32, vectors: Int32, begin: Int32, end: Int32) -> None:
         """This block's part of every slice."""
         for owner in range_constexpr(self.ranks):
             stop = vector.min_of(end, vectors - owner * share)

@@ -9,14 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rose_dist.kernels import jit, ptx, vector
-from rose_dist.kernels.dsl import (
-    Boolean, Int32, Int64, Stream, Uint32, const_expr, cute, range_constexpr,
-)  # fmt: skip
-from rose_dist.kernels.expert_slots import PackedLayout, copy_bytes, local_expert, scan_starts, shared_integers
+from rose_dist.kernels.cute.expert_slots import copy_bytes, local_expert, scan_starts, shared_integers
+from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, const_expr, cute, range_constexpr
+from rose_dist.kernels.expert_slots import MAX_PAIRS, PackedLayout
 from rose_dist.kernels.variants import WARP
-
-MAX_PAIRS = 2048
-"""Most (token, place) pairs that one block counts; their experts are kept in its shared memory."""
 
 
 @dataclass(frozen=True)

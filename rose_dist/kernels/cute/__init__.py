@@ -1,0 +1,1 @@
+"""CuTeDSL kernels and their launchers. Importing one loads the compiler, which CPU ranks do without."""

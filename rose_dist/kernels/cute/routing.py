@@ -1,0 +1,267 @@
+"""Expert choice, a warp a token."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from rose_dist.kernels import jit, ptx, vector
+from rose_dist.kernels.arch import Arch
+from rose_dist.kernels.dsl import (
+    TYPES,
+    Float32,
+    Int32,
+    Int64,
+    Stream,
+    Uint32,
+    const_expr,
+    cute,
+    cutlass,
+    range_constexpr,
+)  # fmt: skip
+from rose_dist.kernels.routing import MAX_EXPERTS, Score
+from rose_dist.kernels.variants import WARP, RouterShape
+
+MAX_UNROLLED = 8
+"""Rounds up to which the choice is unrolled; more of them only take long to compile."""
+
+
+@cache
+def launcher(
+    arch: Arch, dtype: torch.dtype, experts: int, k: int, score: Score, groups: int, top_groups: int, bias: bool,
+    counts: bool, shape: RouterShape, vector_bytes: int,
+) -> jit.Launcher:  # fmt: skip
+    return jit.load(Route(arch, dtype, experts, k, score, groups, top_groups, bias, counts, shape, vector_bytes))
+
+
+@dataclass(frozen=True)
+class Route(jit.Kernel):
+    """A warp a token. A lane keeps the keys of some neighbouring experts in registers; k rounds of a warp maximum
+    choose, and lane i computes the weight of choice i.
+
+    Every block counts in its shared memory. With few tokens the blocks are one cluster, and each sums a part of the
+    experts over all of them; with many, each block adds its histogram to counts that a launch before has zeroed.
+    """
+
+    dtype: torch.dtype
+    experts: int
+    k: int
+    score: Score
+    groups: int
+    top_groups: int
+    bias: bool
+    counts: bool
+    shape: RouterShape
+    vector_bytes: int
+
+    @property
+    def per_lane(self) -> int:
+        """Experts a lane."""
+        return -(-self.experts // WARP)
+
+    @property
+    def unique_keys(self) -> bool:
+        """bf16 preferences leave the lower half of a key to the expert, so that one maximum names it."""
+        return self.dtype is torch.bfloat16 and self.score is not Score.SIGMOID
+
+    @cute.jit
+    def __call__(
+        self, logits: Int64, stride: Int64, bias: Int64, ids: Int64, weights: Int64, counts: Int64, live_rows: Int64,
+        tokens: Int32, blocks: Int32, scale: Float32, stream: Stream,
+    ) -> None:  # fmt: skip
+        threads = self.shape.warps * WARP
+        cluster = [max(self.shape.cluster, 1), 1, 1]
+        if const_expr(self.counts and not self.shape.cluster):
+            self.zero(counts).launch(grid=[1, 1, 1], block=[MAX_EXPERTS, 1, 1], stream=stream, use_pdl=True)
+        self.kernel(logits, stride, bias, ids, weights, counts, live_rows, tokens, scale).launch(
+            grid=[blocks, 1, 1], block=[threads, 1, 1], cluster=cluster, stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def zero(self, counts: Int64) -> None:
+        thread = cute.arch.thread_idx()[0]
+        cute.arch.griddepcontrol_wait()
+        if thread < self.experts:
+            vector.scalar(counts + Int64(thread) * 4, Int32)[0] = Int32(0)
+
+    @cute.kernel
+    def kernel(
+        self, logits: Int64, stride: Int64, bias: Int64, ids: Int64, weights: Int64, counts: Int64, live_rows: Int64,
+        tokens: Int32, scale: Float32,
+    ) -> None:  # fmt: skip
+        thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        blocks = cute.arch.grid_dim()[0]
+        warp, lane = thread // WARP, thread % WARP
+        threads = self.shape.warps * WARP
+        histogram = cute.make_tensor(
+            cute.arch.alloc_smem(Int32, self.experts if self.counts else 1), cute.make_layout(self.experts)
+        )
+        if const_expr(self.counts):
+            for first in range_constexpr(0, self.experts, threads):
+                if thread + first < self.experts:
+                    histogram[thread + first] = Int32(0)
+            cute.arch.sync_threads()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        live = vector.live_rows(live_rows, tokens)
+        # Neighbouring tokens go to different blocks.
+        for token in range(warp * blocks + block, tokens, blocks * self.shape.warps):
+            chosen, weight = self.choose(logits + Int64(token) * stride * self.dtype.itemsize, bias, lane)
+            if token >= live:
+                chosen, weight = Int32(-1), Float32(0.0)
+            if lane < self.k:
+                place = (Int64(token) * self.k + lane) * 4
+                vector.scalar(ids + place, Int32)[0] = chosen
+                vector.scalar(weights + place, Float32)[0] = weight * scale
+                if const_expr(self.counts):
+                    if chosen >= 0:
+                        entry = Uint32(histogram.iterator.toint()) + Uint32(chosen) * Uint32(4)
+                        ptx.add_shared(entry, Uint32(1))
+        if const_expr(self.counts):
+            self.write_counts(histogram, counts, block, thread)
+
+    @cute.jit
+    def write_counts(self, histogram: cute.Tensor, counts: Int64, block: Int32, thread: Int32) -> None:
+        """The blocks' histograms to global memory: summed over the cluster and stored, or added by every block."""
+        threads, cluster = self.shape.warps * WARP, self.shape.cluster
+        if const_expr(cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+            share = -(-self.experts // cluster)
+            expert = block * share + thread
+            if (thread < share) & (expert < self.experts):
+                place = Uint32(histogram.iterator.toint()) + Uint32(expert) * Uint32(4)
+                parts = [ptx.load_cluster_shared(place, Uint32(other)) for other in range(cluster)]
+                total = parts[0]
+                for part in parts[1:]:
+                    total = total + part
+                vector.scalar(counts + Int64(expert) * 4, Int32)[0] = Int32(total)
+            # No block may leave while another reads its histogram.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+            for first in range_constexpr(0, self.experts, threads):
+                expert = thread + first
+                if expert < self.experts:
+                    place = counts + Int64(expert) * 4
+                    if const_expr(cluster == 1):
+                        vector.scalar(place, Int32)[0] = histogram[expert]
+                    elif histogram[expert] != 0:
+                        ptx.add_relaxed(place, Uint32(histogram[expert]), "gpu")
+
+    @cute.jit
+    def choose(self, logits: Int64, bias: Int64, lane: Int32) -> Any:
+        """This lane's choice and weight; lanes from k on return what no one reads."""
+        values = self.load(logits, self.dtype, lane)
+        preferences = values
+        if const_expr(self.score is Score.SIGMOID):
+            preferences = [_sigmoid(value) for value in values]
+        if const_expr(self.bias):
+            biases = self.load(bias, torch.float32, lane)
+            preferences = [a + b for a, b in zip(preferences, biases, strict=True)]
+        keys = cute.make_rmem_tensor(self.per_lane, Uint32)
+        for j in range_constexpr(self.per_lane):
+            exists = lane * self.per_lane + j < self.experts
+            key = _key(preferences[j])
+            if const_expr(self.unique_keys):
+                key = (key & Uint32(0xFFFF0000)) | (Uint32(0xFFFF) - Uint32(lane * self.per_lane + j))
+            keys[j] = vector.select(exists, key, Uint32(0))
+        if const_expr(self.groups > 1):
+            eligible = self.group_eligible(preferences, lane)
+            for j in range_constexpr(self.per_lane):
+                keys[j] = vector.select(eligible, keys[j], Uint32(0))
+        chosen = Int32(0)
+        if const_expr(self.k <= MAX_UNROLLED):
+            for i in range_constexpr(self.k):
+                chosen = self.round(keys, lane, i, chosen)
+        else:
+            for i in cutlass.range(self.k, unroll=1):
+                chosen = self.round(keys, lane, i, chosen)
+        logit = vector.scalar(logits + Int64(chosen) * self.dtype.itemsize, TYPES[self.dtype])[0].to(Float32)
+        return chosen, self.weigh(logit, values, lane)
+
+    def round(self, keys: Any, lane: Any, i: Any, chosen: Any) -> Any:
+        """Choose the warp's best key, strike it out, and keep it if this is lane `i`."""
+        best = keys[0]
+        for j in range(1, self.per_lane):
+            best = vector.max_u32(best, keys[j])
+        best = cute.arch.warp_redux_sync(best, "umax")
+        if self.unique_keys:
+            for j in range(self.per_lane):
+                keys[j] = vector.select(keys[j] == best, Uint32(0), keys[j])
+            return vector.select(lane == i, Int32(Uint32(0xFFFF) - (best & Uint32(0xFFFF))), chosen)
+        mine = Uint32(self.experts)
+        for j in reversed(range(self.per_lane)):
+            mine = vector.select(keys[j] == best, Uint32(lane * self.per_lane + j), mine)
+        winner = cute.arch.warp_redux_sync(mine, "umin")
+        for j in range(self.per_lane):
+            keys[j] = vector.select(Uint32(lane * self.per_lane + j) == winner, Uint32(0), keys[j])
+        return vector.select(lane == i, Int32(winner), chosen)
+
+    def load(self, row: Any, dtype: Any, lane: Any) -> Any:
+        """This lane's values of a row of experts, as fp32; anything beyond the last expert."""
+        size = dtype.itemsize
+        if self.experts % WARP == 0:
+            address = row + Int64(lane) * (self.per_lane * size)
+            loaded = vector.load(address, TYPES[dtype], self.per_lane, self.vector_bytes).to(Float32)
+            return [loaded[j] for j in range(self.per_lane)]
+        indices = [vector.min_of(lane * self.per_lane + j, Int32(self.experts - 1)) for j in range(self.per_lane)]
+        return [vector.scalar(row + Int64(index) * size, TYPES[dtype])[0].to(Float32) for index in indices]
+
+    def group_eligible(self, preferences: Any, lane: Any) -> Any:
+        """Whether this lane's group is among the best; a group is a run of lanes."""
+        lanes = WARP // self.groups
+        first, second = preferences[0], Float32(-math.inf)
+        for value in preferences[1:]:
+            second = cute.arch.fmax(second, cute.arch.fmin(first, value))
+            first = cute.arch.fmax(first, value)
+        offset = lanes // 2
+        while offset:
+            other_first = cute.arch.shuffle_sync_bfly(first, offset=offset)
+            other_second = cute.arch.shuffle_sync_bfly(second, offset=offset)
+            second = cute.arch.fmax(cute.arch.fmin(first, other_first), cute.arch.fmax(second, other_second))
+            first = cute.arch.fmax(first, other_first)
+            offset //= 2
+        score = first + second if self.experts > self.groups else first
+        rank = Int32(0)
+        for group in range(self.groups):
+            other = cute.arch.shuffle_sync(score, group * lanes)
+            ahead = (other > score) | ((other == score) & (Int32(group) < lane // lanes))
+            rank = rank + vector.select(ahead, Int32(1), Int32(0))
+        return rank < self.top_groups
+
+    def weigh(self, logit: Any, values: Any, lane: Any) -> Any:
+        """This lane's weight from its chosen logit."""
+        used = lane < self.k
+        if self.score is Score.SIGMOID:
+            share = vector.select(used, _sigmoid(logit), Float32(0.0))
+            return share * cute.arch.rcp_approx(vector.group_sum(share, WARP) + Float32(1e-20))
+        largest = cute.arch.shuffle_sync(logit, 0)
+        share = vector.select(used, _exp(logit - largest), Float32(0.0))
+        if self.score is Score.SOFTMAX_OF_CHOSEN:
+            return share * cute.arch.rcp_approx(vector.group_sum(share, WARP))
+        total = Float32(0.0)
+        for j in range(self.per_lane):
+            exists = lane * self.per_lane + j < self.experts
+            total = total + vector.select(exists, _exp(values[j] - largest), Float32(0.0))
+        return share * cute.arch.rcp_approx(vector.group_sum(total, WARP))
+
+
+def _key(value: Any) -> Any:
+    """A u32 that orders as fp32 values do, NaN below all numbers, and is never 0."""
+    bits = ptx.bits(value)
+    ordered = vector.select(Int32(bits) < 0, ~bits, bits | Uint32(0x80000000))
+    return vector.select((bits & Uint32(0x7FFFFFFF)) > Uint32(0x7F800000), Uint32(1), ordered)
+
+
+def _exp(x: Any) -> Any:
+    return cute.math.exp2(x * Float32(1.0 / math.log(2.0)), fastmath=True)
+
+
+def _sigmoid(x: Any) -> Any:
+    return cute.arch.rcp_approx(Float32(1.0) + _exp(Float32(0.0) - x))

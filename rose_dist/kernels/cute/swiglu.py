@@ -1,0 +1,137 @@
+"""Gated activations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from rose_dist.kernels import block_scale, jit, ptx, vector
+from rose_dist.kernels.arch import Arch
+from rose_dist.kernels.dsl import (
+    TYPES,
+    Boolean,
+    Float32,
+    Int32,
+    Int64,
+    Stream,
+    const_expr,
+    cute,
+    range_constexpr,
+)  # fmt: skip
+from rose_dist.kernels.formats import BlockOutput
+from rose_dist.kernels.swiglu import Gate
+from rose_dist.kernels.variants import RowShape, RowTiling, tile
+
+
+@cache
+def launcher(
+    arch: Arch, gate: Gate, dtype: torch.dtype, columns: int, shape: RowShape, vector_bytes: int, bias: bool,
+    output: BlockOutput | None,
+) -> jit.Launcher:  # fmt: skip
+    count = vector_bytes // dtype.itemsize
+    tiling = tile(columns // count, 2 * vector_bytes, shape, group=1 if output is None else output.lanes(count))
+    return jit.load(GatedActivation(arch, gate, dtype, tiling, vector_bytes, bias, output))
+
+
+@dataclass(frozen=True)
+class GatedActivation(jit.Kernel):
+    """A vector of results a lane, from two vectors of inputs."""
+
+    gate: Gate
+    dtype: torch.dtype
+    tiling: RowTiling
+    vector_bytes: int
+    bias: bool
+    output: BlockOutput | None
+
+    @property
+    def count(self) -> int:
+        """Elements of a vector."""
+        return self.vector_bytes // self.dtype.itemsize
+
+    @cute.jit
+    def __call__(
+        self, gate_up: Int64, stride: Int64, bias: Int64, experts: Int64, live_rows: Int64, out: Int64, scales: Int64,
+        padded_rows: Int32, global_scale: Int64, rows: Int32, alpha: Float32, limit: Float32, stream: Stream,
+    ) -> None:  # fmt: skip
+        blocks = (rows + (self.tiling.rows_per_block - 1)) // self.tiling.rows_per_block
+        self.kernel(
+            gate_up, stride, bias, experts, live_rows, out, scales, padded_rows, global_scale, rows, alpha, limit
+        ).launch(grid=[blocks, 1, 1], block=[self.tiling.threads, 1, 1], stream=stream, use_pdl=True)
+
+    @cute.kernel
+    def kernel(
+        self, gate_up: Int64, stride: Int64, bias: Int64, experts: Int64, live_rows: Int64, out: Int64, scales: Int64,
+        padded_rows: Int32, global_scale: Int64, rows: Int32, alpha: Float32, limit: Float32,
+    ) -> None:  # fmt: skip
+        tiling, width, count = self.tiling, self.dtype.itemsize, self.count
+        columns = tiling.row_vectors * count
+        lane, row = vector.row_of_thread(tiling)
+        ptx.exit_if(row >= rows)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        source = gate_up + Int64(row) * stride * width
+        places = [vector.place(tiling, lane, i) for i in range(tiling.vectors)]
+        # With few rows the wait for what says that a row is live costs more than reading a dead one.
+        eager = tiling.vectors == 1
+        inputs, biases = [], []
+        if const_expr(eager):
+            inputs = self.load_pairs(source, places, columns)
+        live = vector.live_rows(live_rows, rows)
+        expert = Int32(0)
+        if experts != 0:
+            expert = vector.scalar(experts + Int64(row) * 4, Int32)[0]
+        ptx.exit_if(row >= live)
+        ptx.exit_if(expert < 0)
+        tensor_scale = block_scale.read_global_scale(self.output, global_scale)
+        if const_expr(not eager):
+            inputs = self.load_pairs(source, places, columns)
+        if const_expr(self.bias):
+            biases = self.load_pairs(bias + Int64(expert) * (2 * columns * width), places, columns)
+        for i in range_constexpr(tiling.vectors):
+            valid = Boolean(vector.in_row(tiling, lane, i))
+            results = self.results(inputs[i], biases[i : i + 1], alpha, limit)
+            if const_expr(self.output is not None):
+                block_scale.store(
+                    self.output, self.arch, results, out, scales, row, places[i], padded_rows, valid, tensor_scale
+                )
+            else:
+                vector.store_scalars_if(
+                    valid, out + (Int64(row) * columns + places[i] * count) * width, results, TYPES[self.dtype],
+                    self.vector_bytes,
+                )  # fmt: skip
+
+    def load_pairs(self, row: Any, places: Any, columns: Any) -> Any:
+        """For each place the two vectors that a vector of results comes from."""
+        interleaved = self.gate is Gate.CLAMPED_SWIGLU
+        step = self.vector_bytes * (2 if interleaved else 1)
+        apart = self.vector_bytes if interleaved else columns * self.dtype.itemsize
+        dtype, count, width = TYPES[self.dtype], self.count, self.vector_bytes
+        return [
+            [vector.load(row + place * step + i * apart, dtype, count, width) for i in range(2)] for place in places
+        ]
+
+    def results(self, inputs: Any, biases: Any, alpha: Any, limit: Any) -> Any:
+        """One fp32 a pair of inputs; `biases` holds a pair of vectors or nothing."""
+        wide = [part.to(Float32) for part in inputs]
+        for bias in biases:
+            wide = [part + b.to(Float32) for part, b in zip(wide, bias, strict=True)]
+        flat = [part[i] for part in wide for i in range(self.count)]
+        if self.gate is Gate.SILU:
+            return [_silu(a, Float32(1.0)) * b for a, b in zip(flat[: self.count], flat[self.count :], strict=True)]
+        results = []
+        for gate, linear in zip(flat[0::2], flat[1::2], strict=True):
+            left = cute.arch.fmin(gate, limit, nan=True)
+            right = cute.arch.fmax(cute.arch.fmin(linear, limit, nan=True), Float32(0.0) - limit, nan=True)
+            results.append(_silu(left, alpha) * (right + Float32(1.0)))
+        return results
+
+
+def _silu(x: Any, alpha: Any) -> Any:
+    """x · sigmoid(alpha · x)."""
+    power = cute.math.exp2(x * (alpha * Float32(-1.0 / math.log(2.0))), fastmath=True)
+    return x * cute.arch.rcp_approx(Float32(1.0) + power)
