@@ -114,8 +114,8 @@ def check(model: Model, tokens: int, budget_s: float) -> dict[str, Any]:
         bad |= layer.wrong()
         replays += 1
         if replays % 50 == 0:
-            layer.moe.gpu.check()  # type: ignore[union-attr]
             torch.cuda.synchronize()
+            layer.moe.check()
     if bad.item():
         sys.exit(f"WRONG RESULT: {model.name}, {tokens} tokens, within {replays} replays")
     return {"model": model.name, "tokens": tokens, "replays": replays, "wrong": 0}

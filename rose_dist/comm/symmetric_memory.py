@@ -40,13 +40,13 @@ class Region:
 
 
 class SymmetricMemory:
-    """The heap of `group`, all of whose GPUs must reach one another's memory over NVLink or PCIe. Construction and `take`
-    are collective; all ranks take the same sizes in the same order.
+    """The heap of `group`, all of whose GPUs must reach one another's memory over NVLink or PCIe. Construction and
+    `take` are collective; all ranks take the same sizes in the same order.
     """
 
     def __init__(self, group: Ranks, device: torch.device, size: int) -> None:
-        """`size` in bytes. Raises `ValueError` on every rank if the ranks disagree on it, and `SymmetricMemoryError` if a
-        peer's memory can't be reached.
+        """`size` in bytes. Raises `ValueError` on every rank if the ranks disagree on it, and `SymmetricMemoryError` if
+        a peer's memory can't be reached.
         """
         self.group, self.device = group, device
         self._agree("size", size)
@@ -59,8 +59,8 @@ class SymmetricMemory:
         group.all_gather_objects("zeroed")
 
     def take(self, size: int) -> Region:
-        """The next `size` bytes, zeroed on every rank. Raises `ValueError` on every rank if they disagree on `size`, and
-        `SymmetricMemoryError` if that much is not left.
+        """The next `size` bytes, zeroed on every rank. Raises `ValueError` on every rank if they disagree on `size`,
+        and `SymmetricMemoryError` if that much is not left.
         """
         self._agree("size of a region", size)
         start, end = self._used, self._used + size

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 ONE_SHOT_BYTES = {2: 1 << 20, 3: 1 << 19, 4: 1 << 18}
 """Largest tensor that one shot serves, by ranks; more ranks: 128 KB. Two shots send less, but wait twice."""
+MAX_STAGED = 12_000
+"""Longest row that combine and all-reduce in one launch serve: it is held in shared memory, in fp32, of which 48 KB are
+static."""
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -49,7 +52,7 @@ class Sizes:
     @property
     def combine_rows(self) -> int:
         """Tokens up to which combine and all-reduce are one launch; what travels is fp32."""
-        most = ONE_SHOT_BYTES.get(self.ranks, 1 << 17)
+        most = ONE_SHOT_BYTES.get(self.ranks, 1 << 17) if self.hidden <= MAX_STAGED else 0
         return min(self.max_rows, most // (self.hidden * 4))
 
     @property
@@ -85,8 +88,8 @@ class AllReduce:
         self, sizes: Sizes, device: torch.device, rank: int, regions: tuple[int, ...],
         limit_ns: int = LIMIT_NS,
     ) -> None:  # fmt: skip
-        """`regions`: the address, on this device, of each rank's region of `sizes.region_bytes` zeroed bytes. No rank may
-        call before all have zeroed theirs.
+        """`regions`: the address, on this device, of each rank's region of `sizes.region_bytes` zeroed bytes. No rank
+        may call before all have zeroed theirs.
         """
         from rose_dist.kernels import sync  # noqa: PLC0415 - it loads the compiler
 
@@ -202,8 +205,8 @@ class AllReduce:
         share = -(-rows * row_vectors // self.sizes.ranks)
         blocks = max(1, min(self.sizes.sms, MAX_BLOCKS, -(-share // kernel.threads)))
         launch.run(
-            _load(kernel), out, x, live_rows, out, row_vectors, *self._regions, self.sizes.slice_bytes, *self._tail, rows,
-            blocks,
+            _load(kernel), out, x, live_rows, out, row_vectors, *self._regions, self.sizes.slice_bytes, *self._tail,
+            rows, blocks,
         )  # fmt: skip
 
 

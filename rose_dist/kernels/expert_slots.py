@@ -22,9 +22,10 @@ MAX_PAIRS = 2048
 class PackedLayout:
     """Where each expert's rows start in the packed buffer.
 
-    Without `rows_per_expert` experts follow one another, each at a multiple of `alignment` rows: 1 for kernels that take
-    any start, 128 for DeepGEMM's contiguous layout. With it, expert e starts at row e · rows_per_expert, which is
-    DeepGEMM's masked layout; pairs beyond an expert's last row are dropped.
+    Without `rows_per_expert` experts follow one another, each at a multiple of `alignment` rows: 1 for kernels that
+    take any start, 128 for DeepGEMM's contiguous layout. With it, expert e starts at row e · rows_per_expert, which is
+    DeepGEMM's masked layout; pairs beyond an expert's last row are dropped (a token that names an expert once needs
+    one row there, so `rows_per_expert` ≥ the most tokens is enough without duplicates).
     """
 
     alignment: int = 1

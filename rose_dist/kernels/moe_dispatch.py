@@ -17,7 +17,7 @@ DECODE_THREADS = 256
 LIMIT_NS = 10_000_000_000
 """After which a wait inside a kernel is given up and reported."""
 ASSIGN_WARPS = 8
-"""A block; half of them for so many experts that their histograms would not fit into static shared memory."""
+"""A block; a quarter for more than 1,024 experts, whose histograms would not fit into 48 KB of shared memory."""
 SCATTER_SHAPE = RowShape(bytes=64, threads=128)
 PAIRS_PER_THREAD = 4
 """Pairs from which on a further block helps to assign slots."""
@@ -73,7 +73,9 @@ class Dispatcher:
         width, scale_width = launch.widest(arch, row_bytes), launch.widest(arch, scale_bytes)
         common = (experts, top_k, row_bytes, width, scale_bytes, scale_width, layout)
         self._decode = {s: jit.load(DispatchDecode(arch, *common, s, DECODE_THREADS)) for s in SPLITS.variants}
-        assign = AssignSlots(arch, experts, top_k, layout, warps=ASSIGN_WARPS if experts <= 1024 else ASSIGN_WARPS // 2)
+        assign = AssignSlots(
+            arch, experts, top_k, layout, warps=ASSIGN_WARPS if experts <= 1024 else max(1, ASSIGN_WARPS // 4)
+        )
         tiling = tile(row_bytes // width, width, SCATTER_SHAPE)
         self._threads = assign.threads
         self._needs_prefill = self._is_prefill(max_tokens)

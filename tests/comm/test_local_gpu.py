@@ -31,7 +31,8 @@ def once(gpu: Any, moe: Local, case: Case) -> None:  # noqa: F811
     rows = None if case.rows is None else gpu.tensor(torch.tensor([batch.live], dtype=torch.int32))
     dispatched = moe.dispatch(gpu.tensor(batch.x), routing, scales=moved(gpu, batch.scales), rows=rows)
     plain = replace(
-        dispatched, x=gpu.plain(dispatched.x), counts=gpu.plain(dispatched.counts), offsets=gpu.plain(dispatched.offsets),
+        dispatched, x=gpu.plain(dispatched.x), counts=gpu.plain(dispatched.counts),
+        offsets=gpu.plain(dispatched.offsets),
         scales=None if dispatched.scales is None else gpu.plain(dispatched.scales),
     )  # fmt: skip
     check_rows(case, batch, plain)

@@ -39,7 +39,7 @@ class Peers:
         self.inboxes = [self.machine.zeros(size, torch.uint8, gpu=g, name=f"inbox of {g}") for g in each]
         self.states = [self.machine.zeros(1, torch.int64, gpu=g) for g in each]
         for state in self.states:
-            state += epoch << 32
+            state.view(torch.int32)[1] = epoch - (epoch >> 31 << 32)  # the high half, as a signed number
         self.reports = [self.machine.zeros(REPORT_WORDS, torch.int32, gpu=g) for g in each]
         self.limit = LONG
         self.weaken = ("", "")

@@ -94,7 +94,7 @@ def test_a_dead_peer_is_reported() -> None:
     switch.peers.run(races="off")
     report = WaitReport({MULTICAST_ADD_STAGE: "an all-reduce by multicast"})
     report._words.copy_(switch.peers.reports[0])
-    with pytest.raises(WaitExpiredError, match="rank 0 waited .* in an all-reduce by multicast .* wanted 2, saw 1"):
+    with pytest.raises(WaitExpiredError, match=r"rank 0 waited .* in an all-reduce by multicast .* wanted 2, saw 1"):
         report.check()
 
 

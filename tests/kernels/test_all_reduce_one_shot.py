@@ -18,7 +18,7 @@ from rose_dist.kernels.peer_regions import ONE_SHOT_STAGE
 from rose_dist.kernels.rms_norm import add_rms_norm
 from rose_dist.kernels.sync import WaitExpiredError, WaitReport
 from tests.kernels.peers import Peers, sum_in_rank_order
-from tests.ptx.errors import DataRace, PtxError
+from tests.ptx.errors import DataRace
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ROWS = 5
@@ -160,12 +160,14 @@ def test_combine_and_all_reduce_in_one_launch(hidden: int, top_k: int, norm: boo
 def test_packets_that_tear_are_caught() -> None:
     """Hardware writes 16 bytes at once; if it did not, this would go wrong."""
     kernel = OneShot(HOPPER, 2, 32, FP32)
-    with pytest.raises((AssertionError, PtxError)):
-        for seed in range(30):
-            exchange = Exchange(peers_for(kernel), kernel)
-            exchange.launch_all()
-            exchange.peers.run(seed=seed, vector_atomic=False, races="off")
-            exchange.check()
+    wrong = 0
+    for seed in range(30):
+        exchange = Exchange(peers_for(kernel), kernel)
+        exchange.launch_all()
+        exchange.peers.run(seed=seed, vector_atomic=False, races="off")
+        expected = sum_in_rank_order(exchange.x)
+        wrong += not all(torch.equal(out, expected) for out in exchange.outs)
+    assert wrong > 0
 
 
 @pytest.mark.parametrize("weaken", [("st.relaxed.sys", "st.relaxed.gpu"), ("ld.relaxed.sys", "ld.relaxed.gpu")])

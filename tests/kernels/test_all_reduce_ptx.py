@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 pytest.importorskip("cutlass")
@@ -40,6 +42,12 @@ def test_two_shots_release_and_acquire_each_peer_twice_at_system_scope(binaries:
             assert ".gpu.global.u32" not in compiled.ptx
             assert "ld.global.L1::no_allocate.v4.b32" in compiled.ptx
             assert "st.global.L1::no_allocate.v4.b32" in compiled.ptx
+
+
+def test_dependent_launch_waits_before_it_touches_memory(binaries: list[Binary]) -> None:
+    for compiled in binaries:
+        before, _ = compiled.ptx.split("griddepcontrol.wait;")
+        assert not re.search(r"(ld|st|red|atom)\.\S*global", before), compiled.kernel.label
 
 
 def test_nothing_spills(binaries: list[Binary]) -> None:

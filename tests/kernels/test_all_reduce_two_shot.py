@@ -70,7 +70,8 @@ def test_exchanges_back_to_back(seed: int) -> None:
     peers, kernel = peers_for(2), TwoShot(HOPPER, 2, BF16, threads=32)
     exchanges = [
         Exchange(peers, kernel, 9), Exchange(peers, kernel, 1, blocks=3), Exchange(peers, kernel, 9, live=0),
-        Exchange(peers, kernel, 12, blocks=1, in_place=True), Exchange(peers, kernel, 9, live=4), Exchange(peers, kernel, 3),
+        Exchange(peers, kernel, 12, blocks=1, in_place=True), Exchange(peers, kernel, 9, live=4),
+        Exchange(peers, kernel, 3),
     ]  # fmt: skip
     for exchange in exchanges:
         exchange.launch_all()
@@ -113,5 +114,7 @@ def test_a_dead_peer_is_reported() -> None:
     peers.run(races="off")
     report = WaitReport({ADD_STAGE: "parts of an all-reduce"})
     report._words.copy_(peers.reports[0])
-    with pytest.raises(WaitExpiredError, match="rank 0 waited for rank 2 in parts of an all-reduce .* wanted 1, saw 0"):
+    with pytest.raises(
+        WaitExpiredError, match=r"rank 0 waited for rank 2 in parts of an all-reduce .* wanted 1, saw 0"
+    ):
         report.check()

@@ -30,7 +30,7 @@ class Case:
     """Local experts; 0: all."""
 
 
-def make_ids(case: Case) -> torch.Tensor:
+def make_ids(case: Case) -> torch.Tensor:  # noqa: PLR0911 - one a kind
     shape = (case.tokens, case.top_k)
     match case.routing:
         case "one expert":
@@ -94,7 +94,7 @@ class Run:
         device = torch.device("cuda", 0)
         empty = lambda *shape, dtype: torch.empty(*shape, dtype=dtype, device=device)  # noqa: E731
         if prefill:
-            monkeypatch.setattr(moe_dispatch, "MAX_PAIRS", -1)
+            monkeypatch.setattr(moe_dispatch, "MAX_PAIRS", 0)
             monkeypatch.setattr(moe_dispatch, "ASSIGN_WARPS", 2)
             monkeypatch.setattr(moe_dispatch, "PAIRS_PER_THREAD", 0.2)
         self.dispatcher = Dispatcher(

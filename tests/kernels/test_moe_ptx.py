@@ -50,6 +50,14 @@ def test_rows_are_copied_as_wide_as_they_go(arch: Arch, binaries: dict[type, lis
         assert (facts.widest_load, facts.widest_store) == (128, 128)
 
 
+def test_dependent_launch_waits_before_it_touches_memory(binaries: dict[type, list[Binary]]) -> None:
+    for kind in (DispatchDecode, ScatterRows, Combine):
+        for compiled in binaries[kind]:
+            before, after = compiled.ptx.split("griddepcontrol.wait;")
+            assert not re.search(r"(ld|st|red|atom)\.\S*global", before)
+            assert "griddepcontrol.launch_dependents;" in after
+
+
 def test_one_grid_barrier_assigns_slots(binaries: dict[type, list[Binary]]) -> None:
     for compiled in binaries[AssignSlots]:
         assert compiled.ptx.count("atom.release.gpu.global.add.u32") == 1

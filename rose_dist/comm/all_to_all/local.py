@@ -92,6 +92,11 @@ class Local(AllToAll):
         else:
             write_out(self.reduce(handle), out, handle.live, accumulate)
 
+    def check(self) -> None:
+        """Raise `WaitExpiredError` if a kernel on the GPU has waited in vain; to be called once a step, after it."""
+        if self.gpu is not None:
+            self.gpu.check()
+
     def reduce_on_gpu(self, handle: GpuHandle, out: torch.Tensor, accumulate: bool) -> None:
         """Leave the weighted sums over all experts in `out`."""
         self._on_gpu().combine(handle, out, accumulate)

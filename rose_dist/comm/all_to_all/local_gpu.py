@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from rose_dist.comm.all_to_all.packing import check_live
 from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig, Dispatched, Handle, Routing
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.moe_combine import combine
@@ -19,10 +20,12 @@ class GpuOptions:
     """What an all-to-all on a GPU is built for beyond its sizes."""
 
     device: torch.device
-    layout: PackedLayout = PackedLayout()
+    layout: PackedLayout = field(default_factory=PackedLayout)
     """As the grouped GEMM wants the rows."""
     in_flight: int = 1
     """Dispatches that may wait for their combine at once; each has its own buffers."""
+    rank: int = 0
+    """To be named in reports of waits that expired."""
 
 
 class GpuHandle(Handle):
@@ -43,8 +46,8 @@ class LocalGpu:
     graph serves any routing, and fewer rows if `rows` is a tensor.
     """
 
-    def __init__(self, config: AllToAllConfig, local_experts: range, options: GpuOptions, rank: int = 0) -> None:
-        self.config, self.layout, self.rank = config, options.layout, rank
+    def __init__(self, config: AllToAllConfig, local_experts: range, options: GpuOptions) -> None:
+        self.config, self.layout = config, options.layout
         self.local_experts = local_experts
         row_bytes = config.hidden * config.dtype.itemsize
         scale_bytes = config.scale_dim * config.scale_dtype.itemsize
@@ -52,7 +55,7 @@ class LocalGpu:
         self.dispatcher = Dispatcher(
             options.device, experts=experts, first_expert=local_experts.start if local_experts else config.num_experts,
             top_k=config.top_k, row_bytes=row_bytes, scale_bytes=scale_bytes, layout=options.layout,
-            max_tokens=config.max_tokens, rank=rank,
+            max_tokens=config.max_tokens, rank=options.rank,
         )  # fmt: skip
         self._experts = experts
         self._free = [self._buffers(options.device) for _ in range(options.in_flight)]
@@ -70,7 +73,7 @@ class LocalGpu:
         """Dispatch on the current stream; arguments are checked."""
         if not self._free:
             raise RuntimeError("all buffers wait for their combine: build the all-to-all with a larger in_flight")
-        tokens = x.shape[0] if not isinstance(rows, int) else rows
+        tokens = x.shape[0] if isinstance(rows, torch.Tensor) else check_live(x.shape[0], rows)
         handle = GpuHandle(owner, routing, x.shape[0], tokens)
         handle.live_rows = rows if isinstance(rows, torch.Tensor) else None
         buffers = self._free.pop()

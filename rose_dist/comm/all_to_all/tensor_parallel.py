@@ -33,13 +33,18 @@ class TensorParallel(Local):
                 raise ValueError("experts spread over GPUs need an all-reduce for their sums")
             if all_reduce.sizes.hidden != config.hidden or all_reduce.sizes.max_rows < config.max_tokens:
                 raise ValueError(f"the all-reduce is for {all_reduce.sizes}, which does not fit {config}")
-            for accumulate in (False, True):
+            for accumulate in (False, True) if all_reduce.sizes.combine_rows else ():
                 all_reduce.combine_kernel(config.expert_dtype, config.top_k, config.expert_dtype, accumulate)
 
     def reduce(self, handle: LocalHandle) -> torch.Tensor:
         total = super().reduce(handle)
         self.group.all_reduce(total)
         return total
+
+    def check(self) -> None:
+        super().check()
+        if self.all_reduce is not None:
+            self.all_reduce.check()
 
     def reduce_on_gpu(self, handle: GpuHandle, out: torch.Tensor, accumulate: bool) -> None:
         """Few tokens: sum and all-reduce in one launch. Many: a launch each."""

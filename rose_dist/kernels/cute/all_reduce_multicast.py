@@ -36,9 +36,9 @@ class Multicast(jit.Kernel):
         self, x: Int64, live_rows: Int64, out: Int64, row_vectors: Int32, own: Int64, multi: Int64, size: Int64,
         uses: Int64, state: Int64, report: Int64, limit_ns: Int64, rank: Int32, rows: Int32, blocks: Int32,
         stream: Stream,
-    ):  # fmt: skip
-        """Addresses: x and out [rows, row_vectors · 16 bytes], live_rows int32 [1] or 0, own: this rank's region, multi:
-        the multicast object's, made for `size` bytes; uses: u32 [MAX_BLOCKS] in local memory, 0 at first.
+    ) -> None:  # fmt: skip
+        """Addresses: x and out [rows, row_vectors · 16 bytes], live_rows int32 [1] or 0, own: this rank's region,
+        multi: the multicast object's, made for `size` bytes; uses: u32 [MAX_BLOCKS] in local memory, 0 at first.
         """
         self.kernel(
             x, live_rows, out, row_vectors, own, multi, size, uses, state, report, limit_ns, rank, rows
@@ -48,7 +48,7 @@ class Multicast(jit.Kernel):
     def kernel(
         self, x: Int64, live_rows: Int64, out: Int64, row_vectors: Int32, own: Int64, multi: Int64, size: Int64,
         uses: Int64, state: Int64, report: Int64, limit_ns: Int64, rank: Int32, rows: Int32,
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         thread, block, blocks = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -94,8 +94,8 @@ class Multicast(jit.Kernel):
         self, own: Int64, multi: Int64, wanted: Uint32, alive: Boolean, limit_ns: Int64, report: Int64, rank: Int32,
         stage: cutlass.Constexpr,
     ) -> Boolean:  # fmt: skip
-        """The same block of every rank. Returns, to thread 0, whether all came in time; without `alive` it doesn't wait.
-        The counter does not tell who is missing: the report names this rank as the peer.
+        """The same block of every rank. Returns, to thread 0, whether all came in time; without `alive` it doesn't
+        wait. The counter does not tell who is missing: the report names this rank as the peer.
         """
         cute.arch.sync_threads()
         if cute.arch.thread_idx()[0] == 0:

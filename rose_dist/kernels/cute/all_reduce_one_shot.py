@@ -8,6 +8,7 @@ residual and its RMS norm.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -35,8 +36,8 @@ class OneShot(jit.Kernel):
     """A block takes a row at a time; the grid must be co-resident.
 
     dtype: of x, out, residual and weight: bf16 or fp32. combine: where rows come from, if not from x; what travels is
-    then fp32. norm: add the residual, and write its sum and the sum's RMS norm. accumulate: add what stands in out to the
-    sum before it is rounded; not with `norm`.
+    then fp32. norm: add the residual, and write its sum and the sum's RMS norm. accumulate: add what stands in out to
+    the sum before it is rounded; not with `norm`.
     """
 
     ranks: int
@@ -84,7 +85,7 @@ class OneShot(jit.Kernel):
         peer0: Int64, peer1: Int64, peer2: Int64, peer3: Int64, peer4: Int64, peer5: Int64, peer6: Int64, peer7: Int64,
         source_bytes: Int64, state: Int64, report: Int64, limit_ns: Int64, rank: Int32, rows: Int32, blocks: Int32,
         stream: Stream,
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         """Addresses: x [rows, hidden], live_rows int32 [1] or 0, out [rows, hidden]; with `norm` residual [rows,
         hidden], total (the new residual; may be the old one) and weight [hidden]; with `combine` x and row_stride are
         the experts' rows, and slots, weights, ids, bias and first_expert as for `Combine`. peer0 … are the ranks'
@@ -93,7 +94,9 @@ class OneShot(jit.Kernel):
         self.kernel(
             x, live_rows, out, residual, total, weight, eps, row_stride, slots, weights, ids, bias, first_expert,
             peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7, source_bytes, state, report, limit_ns, rank, rows,
-        ).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)  # fmt: skip
+        ).launch(
+            grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -101,7 +104,7 @@ class OneShot(jit.Kernel):
         row_stride: Int64, slots: Int64, weights: Int64, ids: Int64, bias: Int64, first_expert: Int32,
         peer0: Int64, peer1: Int64, peer2: Int64, peer3: Int64, peer4: Int64, peer5: Int64, peer6: Int64, peer7: Int64,
         source_bytes: Int64, state: Int64, report: Int64, limit_ns: Int64, rank: Int32, rows: Int32,
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         peers = [peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7][: self.ranks]
         staged = cute.make_tensor(
@@ -135,7 +138,7 @@ class OneShot(jit.Kernel):
         first_expert: Int32, staged: cute.Tensor,
     ) -> None:  # fmt: skip
         """This rank's part of a token's combine, to shared memory."""
-        combine = self.combine
+        combine: Any = self.combine
         places = Int64(row) * (combine.top_k * 4)
         for at in range(cute.arch.thread_idx()[0], combine.vectors, self.threads):
             column = at * combine.count
@@ -147,7 +150,7 @@ class OneShot(jit.Kernel):
         cute.arch.sync_threads()
 
     @cute.jit
-    def push(self, row: Int32, x: Int64, staged: cute.Tensor, peers: list, offset: Int64, epoch: Uint32) -> None:
+    def push(self, row: Int32, x: Int64, staged: cute.Tensor, peers: list[Any], offset: Int64, epoch: Uint32) -> None:
         """A row into every inbox."""
         for turn in range_constexpr(self.turns):
             packet = cute.arch.thread_idx()[0] + turn * self.threads
@@ -156,12 +159,12 @@ class OneShot(jit.Kernel):
                 at = offset + (Int64(row) * self.row_packets + packet) * PACKET_BYTES
                 packets.send(peers, at, words, epoch)
 
-    def place(self, packet, i):  # type: ignore[no-untyped-def]
+    def place(self, packet: Any, i: Any) -> Any:
         """A packet's word number `i`, counted in the row; the row's last word in place of any beyond it."""
         at = packet * PACKET_WORDS + i
         return at if self.words % PACKET_WORDS == 0 else vector.min_of(at, Int32(self.words - 1))
 
-    def word(self, row, x, staged, at):  # type: ignore[no-untyped-def]
+    def word(self, row: Any, x: Any, staged: Any, at: Any) -> Any:
         if self.combine is not None:
             return ptx.bits(staged[at])
         return vector.scalar(x + (Int64(row) * self.words + at) * 4, Uint32)[0]
@@ -188,7 +191,7 @@ class OneShot(jit.Kernel):
             self.write(row, sums, out)
         return alive
 
-    def add(self, received, word):  # type: ignore[no-untyped-def]
+    def add(self, received: Any, word: Any) -> Any:
         """The fp32 sums of one word's elements over the ranks, in rank order."""
         total = packets.widen(received[word], self.wire)
         for source in range(1, self.ranks):
@@ -196,17 +199,17 @@ class OneShot(jit.Kernel):
             total = [a + b for a, b in zip(total, other, strict=True)]
         return total
 
-    def mine(self, turn, i):  # type: ignore[no-untyped-def]
+    def mine(self, turn: Any, i: Any) -> Any:
         """This thread's word `i` of `turn`: its number in the row, and whether there is such a word."""
         packet = cute.arch.thread_idx()[0] + turn * self.threads
         at = packet * PACKET_WORDS + i
         return at, Boolean((packet < self.row_packets) & (at < self.words))
 
-    def every_word(self):  # type: ignore[no-untyped-def]
+    def every_word(self) -> Any:
         return [(turn, i) for turn in range(self.turns) for i in range(PACKET_WORDS)]
 
     @cute.jit
-    def write(self, row: Int32, sums: list, out: Int64) -> None:
+    def write(self, row: Int32, sums: list[Any], out: Int64) -> None:
         """The rounded sums."""
         for number, (turn, i) in enumerate(self.every_word()):
             at, valid = self.mine(turn, i)
@@ -215,14 +218,14 @@ class OneShot(jit.Kernel):
             else:
                 self.put(valid, out, row, at, sums[number])
 
-    def put(self, valid, target, row, at, values):  # type: ignore[no-untyped-def]
+    def put(self, valid: Any, target: Any, row: Any, at: Any, values: Any) -> Any:
         """The elements of one word, rounded to `dtype`."""
         size = self.each * self.dtype.itemsize
         address = target + (Int64(row) * self.words + at) * size
         vector.store_scalars_if(valid, address, values, TYPES[self.dtype], size)
 
     @cute.jit
-    def put_added(self, valid: Boolean, target: Int64, row: Int32, at: Int32, values: list) -> None:
+    def put_added(self, valid: Boolean, target: Int64, row: Int32, at: Int32, values: list[Any]) -> None:
         """`put` of the sum with what stands there."""
         if valid:
             before = self.read(target, Int64(row) * self.words + at)
@@ -230,7 +233,7 @@ class OneShot(jit.Kernel):
 
     @cute.jit
     def write_norm(
-        self, row: Int32, sums: list, out: Int64, residual: Int64, total: Int64, weight: Int64, eps: Float32
+        self, row: Int32, sums: list[Any], out: Int64, residual: Int64, total: Int64, weight: Int64, eps: Float32
     ) -> None:
         """The rounded sums plus the residual, rounded, to `total`; their RMS norm times the weight to `out`."""
         kind, words = TYPES[self.dtype], self.every_word()
@@ -255,7 +258,7 @@ class OneShot(jit.Kernel):
             self.put(valid, out, row, at, normed)
         cute.arch.sync_threads()  # the next row's sum uses the same shared memory
 
-    def read(self, source, at):  # type: ignore[no-untyped-def]
+    def read(self, source: Any, at: Any) -> Any:
         """As many elements of `dtype` as a word on its way has, as fp32."""
         size = self.each * self.dtype.itemsize
         values = vector.load(source + at * size, TYPES[self.dtype], self.each, size).to(Float32)

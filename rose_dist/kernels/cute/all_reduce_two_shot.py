@@ -14,6 +14,7 @@ owner of the memory (acquire). It publishes that part. Flags only grow; epoch an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -45,21 +46,23 @@ class TwoShot(jit.Kernel):
         peer0: Int64, peer1: Int64, peer2: Int64, peer3: Int64, peer4: Int64, peer5: Int64, peer6: Int64, peer7: Int64,
         slice_bytes: Int64, state: Int64, report: Int64, limit_ns: Int64, rank: Int32, rows: Int32, blocks: Int32,
         stream: Stream,
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         """Addresses: x and out [rows, row_vectors · 16 bytes], which may be the same; live_rows int32 [1] or 0. peer0 …
         are the ranks' regions, this rank's among them.
         """
         self.kernel(
             x, live_rows, out, row_vectors, peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7, slice_bytes, state,
             report, limit_ns, rank, rows,
-        ).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)  # fmt: skip
+        ).launch(
+            grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(
         self, x: Int64, live_rows: Int64, out: Int64, row_vectors: Int32,
         peer0: Int64, peer1: Int64, peer2: Int64, peer3: Int64, peer4: Int64, peer5: Int64, peer6: Int64, peer7: Int64,
         slice_bytes: Int64, state: Int64, report: Int64, limit_ns: Int64, rank: Int32, rows: Int32,
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         peers = [peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7][: self.ranks]
         passed = cute.make_tensor(cute.arch.alloc_smem(Int32, 1), cute.make_layout(1))
@@ -92,7 +95,15 @@ class TwoShot(jit.Kernel):
 
     @cute.jit
     def push(
-        self, x: Int64, peers: list, offset: Int64, share: Int32, vectors: Int32, begin: Int32, end: Int32, rank: Int32
+        self,
+        x: Int64,
+        peers: list[Any],
+        offset: Int64,
+        share: Int32,
+        vectors: Int32,
+        begin: Int32,
+        end: Int32,
+        rank: Int32,
     ) -> None:
         """Each of the others' slices to its owner."""
         for owner in range_constexpr(self.ranks):
@@ -104,8 +115,8 @@ class TwoShot(jit.Kernel):
 
     @cute.jit
     def meet(
-        self, peers: list, own: Int64, flags: Int64, epoch: Uint32, passed: cute.Tensor, limit_ns: Int64, report: Int64,
-        rank: Int32, stage: cutlass.Constexpr,
+        self, peers: list[Any], own: Int64, flags: Int64, epoch: Uint32, passed: cute.Tensor, limit_ns: Int64,
+        report: Int64, rank: Int32, stage: cutlass.Constexpr,
     ) -> None:  # fmt: skip
         """This block's writes to everyone's same block, and theirs to this one. After a wait that expired, none."""
         cute.arch.sync_threads()
@@ -122,7 +133,7 @@ class TwoShot(jit.Kernel):
 
     @cute.jit
     def add(
-        self, x: Int64, out: Int64, inbox: Int64, slice_bytes: Int64, peers: list, offset: Int64, share: Int32,
+        self, x: Int64, out: Int64, inbox: Int64, slice_bytes: Int64, peers: list[Any], offset: Int64, share: Int32,
         vectors: Int32, begin: Int32, end: Int32, rank: Int32,
     ) -> None:  # fmt: skip
         """The sums of this rank's slice, to `out` and to everyone."""
@@ -140,7 +151,7 @@ class TwoShot(jit.Kernel):
                 if rank != peer:
                     ptx.store_16b(peers[peer] + offset + Int64(at) * VECTOR_BYTES, words)
 
-    def sum(self, loaded):  # type: ignore[no-untyped-def]
+    def sum(self, loaded: Any) -> Any:
         """Four words that hold the rounded sums, in rank order, of the words' elements."""
         words = []
         for i in range(4):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rose_dist.kernels import vector
 from rose_dist.kernels.dsl import Int32, Int64, Uint8, Uint16, Uint32, const_expr, cute, cutlass, range_constexpr
 from rose_dist.kernels.variants import WARP
 
 
-def shared_integers(count: int):  # type: ignore[no-untyped-def]
+def shared_integers(count: int) -> Any:
     """An Int32 tensor [count] in the block's shared memory, unwritten."""
     return cute.make_tensor(cute.arch.alloc_smem(Int32, count), cute.make_layout(count))
 
@@ -29,7 +31,7 @@ def copy_bytes(
 
 @cute.jit
 def local_expert(ids: Int64, pair: Int32, first_expert: Int32, experts: cutlass.Constexpr) -> Int32:
-    """A pair's expert counted from `first_expert`, −1 if it is not among the `experts`. ids: address of int32 [pairs]."""
+    """A pair's expert counted from `first_expert`, −1 if not among the `experts`. ids: address of int32 [pairs]."""
     local = vector.scalar(ids + Int64(pair) * 4, Int32)[0] - first_expert
     held = Int32(-1)
     if (local >= 0) & (local < experts):
@@ -38,9 +40,9 @@ def local_expert(ids: Int64, pair: Int32, first_expert: Int32, experts: cutlass.
 
 
 @cute.jit
-def scan_starts(
-    counts: cute.Tensor, starts: cute.Tensor, totals: cute.Tensor, layout: cutlass.Constexpr, experts: cutlass.Constexpr,
-    threads: cutlass.Constexpr,
+def scan_starts(  # noqa: PLR0912 - half of them are decided at compile time
+    counts: cute.Tensor, starts: cute.Tensor, totals: cute.Tensor, layout: cutlass.Constexpr,
+    experts: cutlass.Constexpr, threads: cutlass.Constexpr,
 ) -> None:  # fmt: skip
     """`layout.starts` in shared memory, by all `threads` of the block.
 
@@ -82,7 +84,7 @@ def scan_starts(
         cute.arch.sync_threads()
 
 
-def _padded(count, layout):  # type: ignore[no-untyped-def]
+def _padded(count: Any, layout: Any) -> Any:
     if layout.alignment == 1:
         return count
     return (count + (layout.alignment - 1)) // layout.alignment * layout.alignment

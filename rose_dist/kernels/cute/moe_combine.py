@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -54,9 +55,9 @@ class Combine(jit.Kernel):
 
     @cute.jit
     def __call__(
-        self, rows: Int64, row_stride: Int64, slots: Int64, weights: Int64, ids: Int64, bias: Int64, first_expert: Int32,
-        live_rows: Int64, out: Int64, tokens: Int32, stream: Stream,
-    ):  # fmt: skip
+        self, rows: Int64, row_stride: Int64, slots: Int64, weights: Int64, ids: Int64, bias: Int64,
+        first_expert: Int32, live_rows: Int64, out: Int64, tokens: Int32, stream: Stream,
+    ) -> None:  # fmt: skip
         """Addresses, `row_stride` in elements: rows, slots int32 and weights fp32 [tokens, top_k], live_rows int32 [1]
         or 0, out [tokens, hidden]; with a bias ids int32 [tokens, top_k] and bias [experts, hidden].
         """
@@ -67,9 +68,9 @@ class Combine(jit.Kernel):
 
     @cute.kernel
     def kernel(
-        self, rows: Int64, row_stride: Int64, slots: Int64, weights: Int64, ids: Int64, bias: Int64, first_expert: Int32,
-        live_rows: Int64, out: Int64, tokens: Int32,
-    ):  # fmt: skip
+        self, rows: Int64, row_stride: Int64, slots: Int64, weights: Int64, ids: Int64, bias: Int64,
+        first_expert: Int32, live_rows: Int64, out: Int64, tokens: Int32,
+    ) -> None:  # fmt: skip
         number = Int64(cute.arch.block_idx()[0]) * THREADS + cute.arch.thread_idx()[0]
         token, column = Int32(number // self.vectors), Int32(number % self.vectors) * self.count
         cute.arch.griddepcontrol_wait()
@@ -84,12 +85,14 @@ class Combine(jit.Kernel):
         kind = TYPES[self.out_dtype]
         vector.store_words(target, [value.to(kind) for value in total], kind, self.arch.vector_bytes)
 
-    def load(self, address, dtype):  # type: ignore[no-untyped-def]
+    def load(self, address: Any, dtype: Any) -> Any:
         """A vector of elements as fp32 scalars."""
         values = vector.load(address, TYPES[dtype], self.count, self.arch.vector_bytes).to(Float32)
         return [values[i] for i in range(self.count)]
 
-    def sum(self, rows, row_stride, slots, weights, ids, bias, first_expert, column):  # type: ignore[no-untyped-def]
+    def sum(
+        self, rows: Any, row_stride: Any, slots: Any, weights: Any, ids: Any, bias: Any, first_expert: Any, column: Any
+    ) -> Any:
         """This thread's sums, fp32 scalars."""
         total = [Float32(0.0)] * self.count
         for first in range(0, self.top_k, AT_ONCE):
@@ -109,7 +112,7 @@ class Combine(jit.Kernel):
                     total[i] = Float32(vector.select(valid, summed, total[i]))
         return total
 
-    def load_row(self, rows, row_stride, slot, column):  # type: ignore[no-untyped-def]
+    def load_row(self, rows: Any, row_stride: Any, slot: Any, column: Any) -> Any:
         """A vector of the row in `slot`, of row 0 if there is none."""
         row = Int64(vector.select(slot >= 0, slot, Int32(0)))
         return self.load(rows + (row * row_stride + column) * self.dtype.itemsize, self.dtype)

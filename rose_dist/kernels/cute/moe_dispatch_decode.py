@@ -7,6 +7,7 @@ another block to publish them. Then it knows the slots of its own token's copies
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.cute.expert_slots import copy_bytes, local_expert, scan_starts, shared_integers
@@ -37,7 +38,7 @@ class DispatchDecode(jit.Kernel):
     def __call__(
         self, x: Int64, scales: Int64, ids: Int64, live_rows: Int64, packed: Int64, packed_scales: Int64, slots: Int64,
         counts: Int64, offsets: Int64, first_expert: Int32, tokens: Int32, stream: Stream,
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         """Addresses: x [tokens, row_bytes], scales, ids int32 [tokens, top_k], live_rows int32 [1] or 0; written are
         packed and packed_scales, slots int32 [tokens, top_k] of live tokens (−1: none), counts int32 [experts] and
         offsets int64 [experts + 1]. With no tokens, `x` and `scales` must still be readable for one row.
@@ -53,7 +54,7 @@ class DispatchDecode(jit.Kernel):
     def kernel(
         self, x: Int64, scales: Int64, ids: Int64, live_rows: Int64, packed: Int64, packed_scales: Int64, slots: Int64,
         counts: Int64, offsets: Int64, first_expert: Int32, tokens: Int32,
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         thread, (token, split, _) = cute.arch.thread_idx()[0], cute.arch.block_idx()
         experts, warps = self.experts, self.threads // WARP
         histogram, starts = shared_integers(experts), shared_integers(experts + 1)
@@ -131,7 +132,7 @@ class DispatchDecode(jit.Kernel):
                 if split == 0:
                     vector.scalar(slots + Int64(pair) * 4, Int32)[0] = slot
 
-    def load_row(self, row, split):  # type: ignore[no-untyped-def]
+    def load_row(self, row: Any, split: Any) -> Any:
         """This thread's vectors of the split's part; the row's last one in place of any beyond it."""
         size = self.vector_bytes
         last = Int32(self.row_bytes // size - 1)
@@ -140,7 +141,7 @@ class DispatchDecode(jit.Kernel):
             for at in self.places(split)
         ]
 
-    def store_row(self, row, split, values):  # type: ignore[no-untyped-def]
+    def store_row(self, row: Any, split: Any, values: Any) -> Any:
         size = self.vector_bytes
         end = vector.min_of((split + 1) * self.part, Int32(self.row_bytes // size))
         for at, value in zip(self.places(split), values, strict=True):
@@ -151,7 +152,7 @@ class DispatchDecode(jit.Kernel):
         """Vectors of a row that one block takes."""
         return -(-self.row_bytes // self.vector_bytes // self.splits)
 
-    def places(self, split):  # type: ignore[no-untyped-def]
+    def places(self, split: Any) -> Any:
         """Where this thread's vectors stand in the row."""
         thread = cute.arch.thread_idx()[0]
         return [split * self.part + thread + i for i in range(0, self.part, self.threads)]

@@ -7,6 +7,7 @@ then to number them; between the two, blocks exchange their histograms behind a 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.cute.expert_slots import copy_bytes, local_expert, scan_starts, shared_integers
@@ -36,7 +37,7 @@ class AssignSlots(jit.Kernel):
         self, ids: Int64, live_rows: Int64, slots: Int64, counts: Int64, offsets: Int64, histograms: Int64,
         barrier: Int64, report: Int64, limit_ns: Int64, first_expert: Int32, tokens: Int32, blocks: Int32, rank: Int32,
         stream: Stream,
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         """Addresses: ids int32 [tokens, top_k], live_rows int32 [1] or 0; written are slots int32 [tokens, top_k] of
         live tokens (−1: none), counts int32 [experts] and offsets int64 [experts + 1]. histograms: int32 [blocks,
         experts], scratch. barrier: u32 of `phase_barrier`.
@@ -49,7 +50,7 @@ class AssignSlots(jit.Kernel):
     def kernel(
         self, ids: Int64, live_rows: Int64, slots: Int64, counts: Int64, offsets: Int64, histograms: Int64,
         barrier: Int64, report: Int64, limit_ns: Int64, first_expert: Int32, tokens: Int32, rank: Int32,
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         thread, block, blocks = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         walked, totals = shared_integers(self.warps * self.experts), shared_integers(self.warps)
         counted, starts, passed = shared_integers(self.experts), shared_integers(self.experts + 1), shared_integers(1)
@@ -77,7 +78,7 @@ class AssignSlots(jit.Kernel):
             self.number(ids, first + step * WARP, pairs, first_expert, walked, own, starts, slots, arrived)
 
     @cute.jit
-    def peers(self, ids: Int64, pair: Int32, pairs: Int32, first_expert: Int32):
+    def peers(self, ids: Int64, pair: Int32, pairs: Int32, first_expert: Int32) -> Any:
         """A lane's expert, the lanes of the warp that have the same one, and how many of them are before it."""
         expert = Int32(-1)
         if pair < pairs:
@@ -171,7 +172,7 @@ class ScatterRows(jit.Kernel):
     def __call__(
         self, x: Int64, scales: Int64, slots: Int64, live_rows: Int64, packed: Int64, packed_scales: Int64,
         tokens: Int32, stream: Stream,
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         """Addresses: x and scales, rows of tokens; slots int32 [tokens, top_k]; live_rows int32 [1] or 0."""
         blocks = (tokens + (self.tiling.rows_per_block - 1)) // self.tiling.rows_per_block
         self.kernel(x, scales, slots, live_rows, packed, packed_scales, tokens).launch(
@@ -182,7 +183,7 @@ class ScatterRows(jit.Kernel):
     def kernel(
         self, x: Int64, scales: Int64, slots: Int64, live_rows: Int64, packed: Int64, packed_scales: Int64,
         tokens: Int32,
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         tiling, size = self.tiling, self.vector_bytes
         lane, token = vector.row_of_thread(tiling)
         row_bytes = tiling.row_vectors * size

@@ -17,6 +17,8 @@ and that peer began e − 1 after it had read all that was sent to it in e − 2
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from rose_dist.kernels import ptx, sync
@@ -31,7 +33,7 @@ def current_epoch(state: Int64) -> Uint32:
 
 @cute.jit
 def finish_epoch(state: Int64, first_block: Boolean, blocks: Int32, used: Boolean) -> None:
-    """Every block, after its last wait. Without `used`, which must be the same in all blocks, no exchange is counted."""
+    """Every block, after its last wait. Without `used`, the same in all blocks, no exchange is counted."""
     cute.arch.sync_threads()
     if (cute.arch.thread_idx()[0] == 0) & used:
         share = Uint64(1)
@@ -40,20 +42,20 @@ def finish_epoch(state: Int64, first_block: Boolean, blocks: Int32, used: Boolea
         ptx.add_relaxed_u64(state, share, "gpu")
 
 
-def send(peers: list, offset, words: list, epoch) -> None:  # type: ignore[no-untyped-def, type-arg]
+def send(peers: list[Any], offset: Any, words: list[Any], epoch: Any) -> None:
     """One packet into every rank's inbox, this rank's own too."""
     for peer in peers:
         ptx.store_packet(peer + offset, (words[0], words[1], words[2], epoch))
 
 
-def widen(word, dtype):  # type: ignore[no-untyped-def]
+def widen(word: Any, dtype: Any) -> Any:
     """The elements of a word, one fp32 or two bf16, as fp32."""
     if dtype == torch.float32:
         return [ptx.from_bits(word)]
     return [ptx.from_bits(word << Uint32(16)), ptx.from_bits(word & Uint32(0xFFFF0000))]
 
 
-def narrow(values, dtype):  # type: ignore[no-untyped-def]
+def narrow(values: Any, dtype: Any) -> Any:
     """The word of one fp32, or of two fp32 rounded to bf16."""
     if dtype == torch.float32:
         return ptx.bits(values[0])
@@ -80,8 +82,8 @@ def receive(
     """The packets at `inbox` + sender · source_bytes, all of them.
 
     Returns:
-        `alive`, or False if `limit_ns` ran out: a report then names the rank, the sender, the stage, the epoch wanted and
-        the one seen. Without `alive` nothing is waited for.
+        `alive`, or False if `limit_ns` ran out: a report then names the rank, the sender, the stage, the epoch wanted
+        and the one seen. Without `alive` nothing is waited for.
     """
     there = poll(inbox, source_bytes, ranks, epoch, received)
     if alive and not there:
