@@ -20,7 +20,7 @@ def captured(call: Call, calls: int = 1) -> torch.cuda.CUDAGraph:
             call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(calls):
             call()
     return graph

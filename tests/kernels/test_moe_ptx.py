@@ -51,11 +51,21 @@ def test_rows_are_copied_as_wide_as_they_go(arch: Arch, binaries: dict[type, lis
 
 
 def test_dependent_launch_waits_before_it_touches_memory(binaries: dict[type, list[Binary]]) -> None:
-    for kind in (DispatchDecode, ScatterRows, Combine):
+    for kind in (DispatchDecode, Combine):
         for compiled in binaries[kind]:
             before, after = compiled.ptx.split("griddepcontrol.wait;")
             assert not re.search(r"(ld|st|red|atom)\.\S*global", before)
             assert "griddepcontrol.launch_dependents;" in after
+
+
+def test_scattering_loads_rows_before_slots_are_known_and_writes_after(binaries: dict[type, list[Binary]]) -> None:
+    for compiled in binaries[ScatterRows]:
+        before, after = compiled.ptx.split("griddepcontrol.wait;")
+        assert re.search(r"ld\.global\S*\.v\d", before)
+        assert not re.search(r"(st|red|atom)\.\S*global", before)
+        assert "griddepcontrol.launch_dependents;" in after
+    for compiled in binaries[AssignSlots]:
+        assert "griddepcontrol.launch_dependents;" in compiled.ptx
 
 
 def test_one_grid_barrier_assigns_slots(binaries: dict[type, list[Binary]]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.cute.expert_slots import copy_bytes, local_expert, scan_starts, shared_integers
 from rose_dist.kernels.cute.phase_barrier import phase_barrier
-from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, const_expr, cute, range_constexpr
+from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, const_expr, cute, cutlass, range_constexpr
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.peer_regions import ASSIGN_STAGE
 from rose_dist.kernels.variants import WARP, RowTiling
@@ -61,6 +61,7 @@ class AssignSlots(jit.Kernel):
         steps = (pairs + (blocks * self.threads - 1)) // (blocks * self.threads)
         first = ((block * self.warps + thread // WARP) * steps) * WARP
         own = thread // WARP * self.experts
+        cute.arch.griddepcontrol_launch_dependents()
         for step in range(steps):
             self.count(ids, first + step * WARP, pairs, first_expert, walked, own)
         cute.arch.sync_threads()
@@ -134,7 +135,7 @@ class AssignSlots(jit.Kernel):
         experts = self.experts
         for expert in range(cute.arch.thread_idx()[0], experts, self.threads):
             total, before = Int32(0), Int32(0)
-            for other in range(blocks):
+            for other in cutlass.range(blocks, unroll=8):
                 count = vector.scalar(histograms + (Int64(other) * experts + expert) * 4, Int32)[0]
                 total += count
                 if other < block:
@@ -160,7 +161,10 @@ class AssignSlots(jit.Kernel):
 
 @dataclass(frozen=True)
 class ScatterRows(jit.Kernel):
-    """Copies each token's row, read once, to its slots. `vector_bytes` is the width of `tiling`'s vectors."""
+    """Copies each token's row, read once, to its slots. `vector_bytes` is the width of `tiling`'s vectors.
+
+    To be launched right after `AssignSlots`: it loads its rows while that still runs.
+    """
 
     top_k: int
     tiling: RowTiling
@@ -187,14 +191,16 @@ class ScatterRows(jit.Kernel):
         tiling, size = self.tiling, self.vector_bytes
         lane, token = vector.row_of_thread(tiling)
         row_bytes = tiling.row_vectors * size
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        ptx.exit_if(token >= vector.live_rows(live_rows, tokens))
-        source = x + Int64(token) * row_bytes
+        # `AssignSlots`, the launch before, began after all before it had ended, and does not write x. No thread may
+        # leave before the wait: the launch after this one waits for this one alone.
+        source = x + Int64(vector.min_of(token, tokens - 1)) * row_bytes
         values = [
             vector.load(source + Int64(vector.place(tiling, lane, i)) * size, Uint32, size // 4, size)
             for i in range(tiling.vectors)
         ]
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        ptx.exit_if(token >= vector.live_rows(live_rows, tokens))
         for j in range(self.top_k):
             slot = Int64(vector.scalar(slots + (Int64(token) * self.top_k + j) * 4, Int32)[0])
             if slot >= 0:
