@@ -39,7 +39,7 @@ lint: $(TEST_ENV)
 	lint-imports
 
 bench-cpu: $(TEST_ENV) $(MODEL)/config.json
-	python benchmarks/cpu.py $(MODEL)
+	python -m benchmarks.cpu $(MODEL)
 
 $(MODEL)/config.json: $(wildcard rose_dist/models/convert/*.py) rose_dist/kernels/mxfp4.py | $(DEMO_ENV)
 	rm -rf $(MODEL)

@@ -211,8 +211,8 @@ def table(rows: list[Row]) -> str:
     ]
     lines += [
         f"| {r.step_ms:g} | {r.connections} | {r.requests_per_s:.0f} | {r.tokens_per_s:.0f} "
-        f"| {r.cpu_us_per_request:.0f} | {r.cpu_us_per_token:.1f} | {r.requests_per_cpu_s:.0f} | {r.first_chunk_p50_ms:.2f} "
-        f"| {r.first_chunk_p99_ms:.2f} | {r.chunks_per_stream:.1f} | {r.errors} |"
+        f"| {r.cpu_us_per_request:.0f} | {r.cpu_us_per_token:.1f} | {r.requests_per_cpu_s:.0f} "
+        f"| {r.first_chunk_p50_ms:.2f} | {r.first_chunk_p99_ms:.2f} | {r.chunks_per_stream:.1f} | {r.errors} |"
         for r in rows
     ]
     return "\n".join(lines)

@@ -511,13 +511,6 @@ def main() -> None:
         (arguments.out / "kernels.json").write_text(json.dumps(result, indent=1))
         (arguments.out / "kernels.md").write_text(table(result))
 
-    if not arguments.only:
-        for key, function in (("barrier_us", barriers), ("cold_start", lambda: cold_start(arguments.out / ".cache"))):
-            try:
-                result[key] = function()
-            except Exception:
-                traceback.print_exc()
-            print(key, result.get(key), flush=True)
     for group in GROUPS:
         for case in group(peers):
             if arguments.only not in case.kernel:
@@ -534,6 +527,13 @@ def main() -> None:
                 row = {"kernel": case.kernel, "shape": case.shape, "failed": f"{type(error).__name__}: {error}"}
             result["cases"].append(row)
         save()
+    if not arguments.only:
+        for key, function in (("barrier_us", barriers), ("cold_start", lambda: cold_start(arguments.out / ".cache"))):
+            try:
+                result[key] = function()
+            except Exception:
+                traceback.print_exc()
+            print(key, result.get(key), flush=True)
     save()
     print(table(result))
 

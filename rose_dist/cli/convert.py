@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import click
 from rose_dist.errors import RoseError
 
 if TYPE_CHECKING:
-    from rose_dist.models.convert.config import Layout, Weights
+    from rose_dist.models.gpt_oss_spellings import Layout, Weights
 
 _FOLDER = click.Path(path_type=Path)
 _SUFFIXES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -49,6 +50,9 @@ def command() -> None:
 
     The target folder appears under its name only when it is whole.
     """
+    # Where another process has the core, a thread of torch's that spins makes a conversion several times slower. OpenMP
+    # reads this when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @command.command("smollm2")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -101,10 +102,23 @@ def joined(options: EngineOptions, log_level: int = logging.INFO) -> Iterator[tu
 
     with World.join(options.join_timeout, options.log_dir, log_level) as world:
         config = options.config()
+        world.require_agreement(shared_settings(options))
         layout = Layout.of(world.size, options.tp, options.dp, options.ep)
         check_layout(read_model_config(config.model), layout.tp)
         share_cores(world)
         yield world, world.groups(layout), config
+
+
+def shared_settings(options: EngineOptions) -> dict[str, str]:
+    """What must be the same on every rank: the options, and the files of the model, which each host may have its own
+    copy of.
+    """
+    settings = {name: str(value) for name, value in asdict(options).items() if name not in ("model", "log_dir")}
+    index = hashlib.sha256()
+    for path in sorted([*options.model.glob("*.json"), *options.model.glob("*.safetensors")]):
+        content = path.read_bytes() if path.suffix == ".json" else b""
+        index.update(f"{path.name} {path.stat().st_size} ".encode() + content)
+    return settings | {"model files": index.hexdigest()[:12]}
 
 
 def share_cores(world: World) -> None:

@@ -9,7 +9,8 @@ import click
 from rose_dist.cli.engine_options import EngineOptions, engine_options
 from rose_dist.cli.offline import new_request, offline_session, raise_if_refused, sampling_options
 from rose_dist.engine.protocol import SamplingParams
-from rose_dist.frontend.tokenizer import Detokenizer, Tokenizer
+from rose_dist.frontend.formats.choose import load_codec
+from rose_dist.frontend.tokenizer import Detokenizer, TextCodec
 
 
 @click.command("generate")
@@ -26,7 +27,7 @@ def command(options: EngineOptions, *, prompts: tuple[str, ...], max_tokens: int
     with offline_session(options) as session:
         if session is None:
             return
-        tokenizer = Tokenizer(options.model)
+        tokenizer = load_codec(options.model)
         requests = [
             new_request(tokenizer.encode(text, add_special_tokens=True), sampling, max_tokens, tokenizer.eos_ids)
             for text in texts
@@ -40,7 +41,7 @@ def command(options: EngineOptions, *, prompts: tuple[str, ...], max_tokens: int
 class _Printer:
     """Prints the first unfinished text as it grows, the others once their turn comes."""
 
-    def __init__(self, request_ids: list[str], tokenizer: Tokenizer) -> None:
+    def __init__(self, request_ids: list[str], tokenizer: TextCodec) -> None:
         self._queue = request_ids
         self._detokenizers: dict[str, Detokenizer] = {request: tokenizer.detokenizer() for request in request_ids}
         self._held = dict.fromkeys(request_ids, "")

@@ -13,6 +13,7 @@ import click
 from rose_dist.errors import RoseError
 
 COMMANDS = {
+    "bench": "Measure prefill and decode.",
     "chat": "Talk with a model in the terminal.",
     "convert": "Make or translate a checkpoint.",
     "doctor": "Say what this machine has and what that allows.",

@@ -46,7 +46,7 @@ def offline_session(options: EngineOptions) -> Iterator[OfflineSession | None]:
     """On rank 0 a session to generate with; on other ranks None, after they have served it to its end."""
     with joined(options, logging.WARNING) as (world, groups, config):
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        bell = Doorbell(context, reachable_address(world), groups.lockstep)
+        bell = Doorbell(context, reachable_address(world.hosts), groups.lockstep)
         engine = load_engine(world, groups, config)
         if world.rank == 0:
             with OfflineSession(engine, bell) as session:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
+import secrets
+import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
+from rose_dist.comm.addresses import reachable_address
+from rose_dist.comm.agreement import check_agreement, code_version
 from rose_dist.comm.group import Group
+from rose_dist.comm.guard import Guard
 from rose_dist.comm.layout import Layout, LayoutError, Place
 from rose_dist.comm.logs import configure_logging
-from rose_dist.comm.stage_guard import StageGuard
+from rose_dist.comm.mpi_environment import mpi_environment
 from rose_dist.errors import RoseError
 
 if TYPE_CHECKING:
@@ -32,8 +38,6 @@ _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE")
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 _TURN_SECONDS = 0.5
 """How much later another rank than 0 speaks of an error that it shares with rank 0."""
-_ABORT_SECONDS = 3.0
-"""What MPI gets to end the job in order before the guard kills this rank."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class World:
     on any rank ends the whole job at once with a non-zero exit code.
     """
 
-    def __init__(self, communicator: MPI.Comm | None, guard: StageGuard | None, limit: float) -> None:
+    def __init__(self, communicator: MPI.Comm | None, guard: Guard | None, limit: float) -> None:
         """`join` makes one."""
         self.group = Group(communicator)
         self.rank = self.group.rank
@@ -80,21 +84,26 @@ class World:
 
         Configures logging, and has an uncaught exception on this rank end the job.
         """
+        check_launch(os.environ)
         if not any(name in os.environ for name in _LAUNCHED):
             world = cls(None, None, timeout)
             configure_logging(0, world.host, log_dir, log_level)
             return world
-        guard = StageGuard()
+        guard = Guard()
         expected = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "?")
         host = socket.gethostname()
-        guard.arm(timeout, describe(expected, host, "start MPI", f"took more than {timeout:g} s"))
+        guard.stage(describe(expected, host, "start MPI"))
+        guard.limit(timeout, describe(expected, host, "start MPI", f"took more than {timeout:g} s"))
         started = time.monotonic()
         world = cls(_start_mpi(), guard, timeout)
         elapsed = time.monotonic() - started
         world._hook_exceptions()
         configure_logging(world.rank, world.host, log_dir, log_level)
-        with world.stage("exchange host names", timeout):
+        with world.stage("meet the other ranks", timeout):
+            check_size(os.environ, world.size)
             world.hosts = world.group.all_gather_objects(world.host)
+            world._link_guards(guard)
+        world.require_agreement(code_version())
         hosts = sorted(set(world.hosts))
         logger.info("%d ranks on %d hosts (%s), MPI up in %.2f s", world.size, len(hosts), ", ".join(hosts), elapsed)
         return world
@@ -108,19 +117,55 @@ class World:
     def local_size(self) -> int:
         return self.hosts.count(self.host)
 
+    def _link_guards(self, guard: Guard) -> None:
+        """From here on a rank that dies, stops or can't be reached ends the job."""
+        faulthandler.register(signal.SIGUSR2)  # how the guard asks for this rank's stack
+        if self.size == 1:
+            return
+        token = secrets.token_hex(16)
+        address = guard.listen(reachable_address(self.hosts), token) if self.rank == 0 else ""
+        address, token = self.group.all_gather_objects((address, token))[0]
+        if self.rank != 0:
+            guard.connect(address, token, self.rank, describe("0", self.hosts[0]))
+
+    def require_agreement(self, fields: Mapping[str, str]) -> None:
+        """Collective. Raises `AgreementError`, on every rank, if a value is not the same on all."""
+        with self.stage("compare code and settings", self._limit):
+            check_agreement(self.group.all_gather_objects(dict(fields)), self.hosts)
+
     @contextmanager
-    def stage(self, name: str, limit: float | None = None) -> Iterator[None]:
-        """Name what this rank does now, for messages. With `limit`, more than that many seconds end the job."""
+    def stage(self, name: str, limit: float | None = None, stall: float | None = None) -> Iterator[None]:
+        """Name what this rank does now, for messages. More than `limit` seconds end the job, and more than `stall`
+        seconds without a call of `progress`.
+        """
         before, self._stage = self._stage, name
         started = time.monotonic()
-        if self._guard is not None and limit is not None:
-            self._guard.arm(limit, self._say(f"took more than {limit:g} s"))
+        if self._guard is not None:
+            self._guard.stage(self._say())
+            if limit is not None:
+                self._guard.limit(limit, self._say(f"took more than {limit:g} s"))
+            if stall is not None:
+                self._guard.stall_limit(stall)
         yield
         # Not in a `finally`: after an exception the stage is still the one to name.
-        if self._guard is not None and limit is not None:
-            self._guard.disarm()
         logger.info("%s: done in %.2f s", name, time.monotonic() - started)
         self._stage = before
+        if self._guard is not None:
+            if limit is not None:
+                self._guard.no_limit()
+            if stall is not None:
+                self._guard.stall_limit(None)
+            self._guard.stage(self._say())
+
+    def progress(self) -> None:
+        """This rank gets on with a stage that has a `stall` limit."""
+        if self._guard is not None:
+            self._guard.progress()
+
+    def warn_on_failure(self, process: int) -> None:
+        """If the job fails, `process` gets SIGUSR1 and two seconds before this rank ends."""
+        if self._guard is not None:
+            self._guard.frontend(process)
 
     def groups(self, layout: Layout) -> Groups:
         """This rank's groups. Collective over the world, with the same layout."""
@@ -149,15 +194,15 @@ class World:
         print(self._say(message), file=sys.stderr, flush=True)
         self._end()
 
-    def _say(self, message: str) -> str:
+    def _say(self, message: str = "") -> str:
         return describe(str(self.rank), self.host, self._stage, message)
 
     def _end(self) -> NoReturn:
         logging.shutdown()
         sys.stdout.flush()
+        if self._guard is not None:
+            self._guard.spoken()  # and let it kill this rank if MPI can't end the job
         if self._communicator is not None:
-            if self._guard is not None:
-                self._guard.arm(_ABORT_SECONDS, "")
             self._communicator.Abort(1)
         os._exit(1)
 
@@ -204,11 +249,36 @@ class World:
             self._fail(error)
 
 
-def describe(rank: str, host: str, stage: str, message: str) -> str:
-    return f"[{rank}@{host}] rank {rank}, stage '{stage}': {message}"
+class LaunchError(RoseError):
+    """The launcher and MPI do not agree on the ranks."""
+
+
+def check_launch(environment: Mapping[str, str]) -> None:
+    """Raises `LaunchError` if srun started several tasks, but without telling them of each other."""
+    if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and not any(name in environment for name in _LAUNCHED):
+        raise LaunchError(
+            f"srun started {environment['SLURM_STEP_NUM_TASKS']} tasks without MPI: each would be alone; "
+            "use srun --mpi=pmix (srun --mpi=list shows what this cluster has)"
+        )
+
+
+def check_size(environment: Mapping[str, str], size: int) -> None:
+    """Raises `LaunchError` if MPI has another number of ranks than the launcher started."""
+    started = environment.get("OMPI_COMM_WORLD_SIZE") or environment.get("SLURM_STEP_NUM_TASKS") or size
+    if int(started) != size:
+        raise LaunchError(
+            f"{started} ranks were started, but MPI sees {size}: mpi4py's MPI library is not the launcher's; "
+            "use the mpirun of the same Open MPI, or srun --mpi=pmix"
+        )
+
+
+def describe(rank: str, host: str, stage: str = "", message: str = "") -> str:
+    who = f"[{rank}@{host}] rank {rank}" + (f", stage '{stage}'" if stage else "")
+    return f"{who}: {message}" if message else who
 
 
 def _start_mpi() -> MPI.Comm:
+    os.environ.update(mpi_environment(os.environ))  # srun starts ranks without it
     import mpi4py  # noqa: PLC0415  a world of one needs no MPI
 
     mpi4py.rc.finalize = False  # else a rank that fails would wait at exit for the others

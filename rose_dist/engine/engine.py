@@ -10,6 +10,7 @@ from rose_dist.comm.world import Groups
 from rose_dist.engine.config import EngineConfig
 from rose_dist.engine.grammar import GrammarCompiler, GrammarError
 from rose_dist.engine.kv_cache import KVCache
+from rose_dist.engine.mask_worker import MaskWorker
 from rose_dist.engine.protocol import Generate, Output, Ready
 from rose_dist.engine.runner import ModelRunner
 from rose_dist.engine.sampler import sample
@@ -18,7 +19,7 @@ from rose_dist.engine.step import Step
 from rose_dist.models.checkpoint import Progress
 from rose_dist.models.gpt_oss import GptOssForCausalLM
 from rose_dist.models.loader import load_model
-from rose_dist.vocabulary import VocabularyError, load_token_bytes
+from rose_dist.vocabulary import VocabularyError, checkpoint_token_bytes
 
 
 class Outcome(enum.Enum):
@@ -46,7 +47,8 @@ class Engine:
         self.max_context = min(config.max_context or model.config.max_context, model.config.max_context)
         kv = KVCache(self.runner.specs, config.block_size, config.prefix_cache)
         self.scheduler = Scheduler(config, kv, self.max_context, model.config.vocab_size)
-        self.grammars: GrammarCompiler | None = None
+        self._compiler: GrammarCompiler | None = None
+        self._mask_worker: MaskWorker | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Step)
 
@@ -80,12 +82,14 @@ class Engine:
 
     def _grammars(self) -> GrammarCompiler:
         """Made for the first request that has a grammar; takes about half a second."""
-        if self.grammars is None:
-            token_bytes = load_token_bytes(self.config.model / "tokenizer.json")
+        if self._compiler is None:
+            vocab_size = self.runner.model.config.vocab_size
+            token_bytes = checkpoint_token_bytes(self.config.model, vocab_size)
             # One id more than there are, for the end of text that no output contains.
-            size = max(self.runner.model.config.vocab_size, len(token_bytes)) + 1
-            self.grammars = GrammarCompiler(token_bytes, size)
-        return self.grammars
+            size = max(vocab_size, len(token_bytes)) + 1
+            self._compiler = GrammarCompiler(token_bytes, size)
+            self._mask_worker = MaskWorker(self._compiler)
+        return self._compiler
 
     def step(self, *, stop: bool = False) -> tuple[Outcome, list[Delivery]]:
         """Agree with the peers whether anyone has work and, if so, run one step.
@@ -106,9 +110,11 @@ class Engine:
             step = self._decoder.decode(
                 self.groups.tp.broadcast_bytes(self._encoder.encode(step) if self.leader else None)
             )
+        masks = None if self._mask_worker is None else self._mask_worker.start(plan.sampling)
         logits = self.runner.run(step)
         if logits is None:
             return []
-        deliveries = self.scheduler.complete(plan, sample(logits, plan.sampling, self.grammars))
+        sampled = sample(logits, plan.sampling, None if masks is None else masks.result())
+        deliveries = self.scheduler.complete(plan, sampled)
         self.scheduler.stats.rows_sent = self.runner.model.rows_sent
         return deliveries

@@ -52,7 +52,8 @@ class Mailbox:
                 self._clients.add(client)
                 self.socket.send_multipart([client, self._encoder.encode(engine.ready())])
             case Shutdown():
-                self.stopping = True
+                self._clients.discard(client)
+                self.stopping = not self._clients
 
     def deliver(self, deliveries: Iterable[Delivery], stats: EngineStats) -> None:
         """Tell each frontend what is new for it; gauges that changed go to all."""

@@ -43,7 +43,7 @@ class ModelRunner:
                 number,
                 spec.window,
                 config.block_size,
-                group.storage(spec.blocks * config.block_size, dtype, torch.device("cpu")),
+                group.storage(spec.blocks * config.block_size, dtype),
                 dtype,
             )
             for number, (group, spec) in enumerate(zip(model.kv_groups, self.specs, strict=True))

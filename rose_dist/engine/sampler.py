@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rose_dist.engine.grammar import GrammarCompiler, GrammarError
+from rose_dist.engine.mask_worker import Masks
 from rose_dist.engine.protocol import SamplingParams, TokenLogprobs
 from rose_dist.engine.request import Request
 
@@ -24,18 +23,18 @@ class Sampled:
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, requests: list[Request], compiler: GrammarCompiler | None) -> list[Sampled]:
+def sample(logits: Tensor, requests: list[Request], masks: Masks | None) -> list[Sampled]:
     """Draw the next token of each request.
 
     Args:
         logits: fp32 [requests, vocabulary]; may be overwritten.
-        compiler: of the requests' grammars; None if no request has one.
+        masks: of the requests that have a grammar; None if none has.
     """
     logprobs = _logprobs(logits, requests)
     for row, request in zip(logits, requests, strict=True):
         _adjust(row, request)
-    if compiler is not None:
-        _forbid(logits, requests, compiler)
+    if masks is not None:
+        masks.apply(logits)
     tokens = logits.argmax(-1).tolist()
     drawn = [i for i, request in enumerate(requests) if request.generate.sampling.temperature > 0]
     for i in drawn:
@@ -76,19 +75,6 @@ def _adjust(row: Tensor, request: Request) -> None:
         row[torch.tensor(list(sampling.logit_bias))] += torch.tensor(list(sampling.logit_bias.values()))
     if request.stop_ids and request.output_length < request.generate.min_tokens:
         row[torch.tensor(list(request.stop_ids))] = -torch.inf
-
-
-def _forbid(logits: Tensor, requests: list[Request], compiler: GrammarCompiler) -> None:
-    """Take what a request's grammar does not allow out of its row."""
-    constrained = [(request.grammar, row) for row, request in enumerate(requests) if request.grammar is not None]
-    if not constrained:
-        return
-    masks = compiler.empty_masks(len(requests))
-    with contextlib.suppress(GrammarError):  # the request at fault ends when it is told its token
-        compiler.fill_masks(constrained, masks)
-    rows = [row for _, row in constrained]
-    allowed = np.unpackbits(masks[rows].view(np.uint8), axis=1, bitorder="little")[:, : logits.shape[1]]
-    logits[rows] = logits[rows].masked_fill_(torch.from_numpy(allowed == 0), -torch.inf)
 
 
 def _draw(row: Tensor, sampling: SamplingParams, uniform: float) -> int:

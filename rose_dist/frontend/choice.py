@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rose_dist.engine.protocol import Output, TokenLogprobs
-from rose_dist.frontend.errors import EngineError, OverloadedError
+from rose_dist.frontend.errors import RETRY_AFTER_S, EngineError, OverloadedError
 from rose_dist.frontend.formats.base import ChatParser, Delta, TextDelta, ToolCallDelta
 from rose_dist.frontend.stop import StopMatcher
-
-RETRY_AFTER_S = 1
 
 
 class Choice:
@@ -88,7 +86,7 @@ class Choice:
 
     def _shown(self, deltas: Sequence[Delta]) -> Sequence[Delta]:
         """`deltas` without what a stop string or `one_call` cuts off."""
-        if self._matcher is None and not any(isinstance(delta, ToolCallDelta) for delta in deltas):
+        if self._matcher is None and len(deltas) == 1 and isinstance(deltas[0], TextDelta):
             return deltas
         shown: list[Delta] = []
         for delta in deltas:

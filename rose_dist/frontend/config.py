@@ -8,6 +8,9 @@ from pathlib import Path
 
 import msgspec
 
+ENGINE_FAILED = 70
+"""Exit code of a frontend that ended because the engine has failed; sysexits.h calls it EX_SOFTWARE."""
+
 
 def hash_api_key(key: str) -> str:
     """The form in which a key travels and is kept: command lines and configuration files never hold the key itself."""
@@ -30,6 +33,10 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     cors_origins: list[str] = []
     """Origins that browsers may call from; empty: no CORS headers."""
     max_body_bytes: int = 8_000_000
+    max_prompt_tokens: int | None = None
+    """Longest prompt; None leaves it to the model's context and the KV cache."""
+    max_active_requests: int | None = None
+    """Most requests that one frontend process answers at once, others get 429; None leaves it to the engine's queue."""
     max_choices: int = 128
     """Most choices (prompts × n) of one request."""
     stored_responses: int = 1000

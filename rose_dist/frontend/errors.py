@@ -60,8 +60,12 @@ class BodyTooLargeError(ApiError):
         super().__init__(f"The request body is larger than this server's limit of {limit} bytes", code="body_too_large")
 
 
+RETRY_AFTER_S = 1
+"""What 429 tells clients; a queue of short requests moves on within a second."""
+
+
 class OverloadedError(ApiError):
-    """The waiting queue of the leader was full; nothing was generated."""
+    """The waiting queue is full, or too many requests are being answered; nothing was generated."""
 
     status = 429
     type = "rate_limit_error"

@@ -162,6 +162,11 @@ class Metrics(Collector):
             for rank, leader in enumerate(self._leaders):
                 family.add_metric([self._model, str(rank)], read(leader.stats))
             yield family
+        info = GaugeMetricFamily("rose:engine_info", "Always 1; what the engine is", labels=[*labels, "layout"])
+        for rank, leader in enumerate(self._leaders):
+            if leader.ready is not None:
+                info.add_metric([self._model, str(rank), leader.ready.layout], 1)
+        yield info
 
 
 def _kv_usage(stats: EngineStats) -> float:

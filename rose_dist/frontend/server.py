@@ -20,9 +20,9 @@ import uvloop
 
 from rose_dist.frontend.api.app import build_app
 from rose_dist.frontend.api.service import Service
-from rose_dist.frontend.config import FrontendConfig
+from rose_dist.frontend.config import ENGINE_FAILED, FrontendConfig
 from rose_dist.frontend.engine_client import EngineClient
-from rose_dist.frontend.errors import UnavailableError
+from rose_dist.frontend.errors import EngineError, UnavailableError
 from rose_dist.frontend.formats.choose import choose_format, load_codec
 from rose_dist.frontend.metrics import Metrics
 
@@ -30,17 +30,19 @@ logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _PUBLISH_S = 0.5
+_SAME_SIGNAL_S = 2
+"""A stop signal comes several times at once: Slurm sends it to all processes of a job, and rank 0 hands it on."""
 _GRACE_S = 2
 """How long cancelled streams get to tell their clients."""
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Let the kernel kill this process when its parent ends, however it ends.
+    """Let the kernel send this process SIGUSR1, `the engine has failed`, when its parent ends, however it ends.
 
     The kernel watches the thread that started this process, so the parent must do that from a thread that lives as
     long as itself.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
     if os.getppid() != parent_pid:  # it ended before the line above
         sys.exit(f"The process {parent_pid} that started this frontend is gone")
 
@@ -86,6 +88,7 @@ async def _serve(service: Service, listen_socket: socket.socket) -> None:
             lifespan="off",
             log_config=None,
             access_log=False,
+            proxy_headers=False,
             server_header=False,
             timeout_graceful_shutdown=_GRACE_S,
         )
@@ -94,6 +97,7 @@ async def _serve(service: Service, listen_socket: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _on_signal, service, stop)
+    loop.add_signal_handler(signal.SIGUSR1, _on_engine_failure, service, stop)
     service.client.open()
     serving = asyncio.create_task(server.serve(sockets=[listen_socket]))
     stopping = asyncio.create_task(stop.wait())
@@ -101,12 +105,14 @@ async def _serve(service: Service, listen_socket: socket.socket) -> None:
     await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set():
         await _drain(service)
-    service.client.close(shutdown=True)
+    service.client.close(shutdown=not service.failed)
     server.should_exit = True
     stopping.cancel()
     publishing.cancel()
     service.metrics.publish()
     await serving
+    if service.failed:
+        sys.exit(ENGINE_FAILED)
 
 
 async def _publish(metrics: Metrics) -> None:
@@ -116,23 +122,37 @@ async def _publish(metrics: Metrics) -> None:
 
 
 def _on_signal(service: Service, stop: asyncio.Event) -> None:
-    if stop.is_set():
+    now = time.monotonic()
+    if service.draining_since is not None:
+        if now - service.draining_since < _SAME_SIGNAL_S:
+            return
         logger.warning("A second signal: running requests are given up")
         service.client.abort_all(UnavailableError("The server is shutting down"))
         return
     logger.info("Draining: %d requests are running", service.active)
-    service.draining = True
+    service.draining_since = now
+    stop.set()
+
+
+def _on_engine_failure(service: Service, stop: asyncio.Event) -> None:
+    """From the engine's guard, which ends this process two seconds later, or because rank 0 is gone."""
+    if service.failed:
+        return
+    logger.error("The engine has failed: %d requests are given up", service.active)
+    service.failed = True
+    service.client.abort_all(EngineError("The engine has failed"))
     stop.set()
 
 
 async def _drain(service: Service) -> None:
     deadline = time.monotonic() + service.config.drain_timeout_s
-    while service.active and time.monotonic() < deadline:
+    while service.active and time.monotonic() < deadline and not service.failed:
         await asyncio.sleep(0.02)
     if not service.active:
         return
-    logger.warning("%d requests are still running after the drain's time limit and are cancelled", service.active)
-    service.client.abort_all(UnavailableError("The server is shutting down"))
+    if not service.failed:
+        logger.warning("%d requests are still running after the drain's time limit and are cancelled", service.active)
+        service.client.abort_all(UnavailableError("The server is shutting down"))
     deadline = time.monotonic() + _GRACE_S
     while service.active and time.monotonic() < deadline:
         await asyncio.sleep(0.02)

@@ -19,6 +19,9 @@ import tokenizers
 
 from rose_dist.errors import RoseError
 
+_LONG_TEXT = 16_384
+"""Characters."""
+
 _LOSSY_UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
@@ -119,14 +122,12 @@ class Tokenizer(TextCodec):
         self.eos_ids = self._named_eos_ids()
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        encoding = self._plain.encode(text, add_special_tokens=add_special_tokens)
-        ids: list[int] = encoding.ids
+        ids = _encode(self._plain, text, add_special_tokens=add_special_tokens)
         return [self._true_ids.get(i, i) for i in ids] if self._true_ids else ids
 
     def encode_template(self, text: str) -> list[int]:
         """Ids of text that a template wrote: every added token in it becomes its id."""
-        ids: list[int] = self._full.encode(text, add_special_tokens=False).ids
-        return ids
+        return _encode(self._full, text, add_special_tokens=False)
 
     def visible_with(self, shown: Iterable[str]) -> list[bytes]:
         """The table for a `Detokenizer` that also shows these added tokens, special or not."""
@@ -166,6 +167,16 @@ class Tokenizer(TextCodec):
         if isinstance(value, list):
             value = {entry["name"]: entry["template"] for entry in value}.get("default")
         return value if isinstance(value, str) else None
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """In a batch if the text is long: only that releases the interpreter lock, so that other threads go on."""
+    if len(text) < _LONG_TEXT:
+        encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    else:
+        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    ids: list[int] = encoding.ids
+    return ids
 
 
 def _is_control(token: tokenizers.AddedToken) -> bool:

@@ -217,10 +217,13 @@ def multimem_add_release(address: Any, value: Any, *, loc: Any = None, ip: Any =
 
 
 @dsl_user_op
-def load_cluster_shared(address: Any, block: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """u32 at the place in cluster block `block` that has shared address `address` (u32) in this one."""
-    text = "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, $1, $2; ld.shared::cluster.u32 $0, [remote]; }"
-    return Uint32(_asm(text, "=r,r,r", T.i32(), Uint32(address), Uint32(block), loc=loc, ip=ip))
+def cluster_add_shared(address: Any, block: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """u32 add at the place in cluster block `block` that has shared address `address` (u32) in this one."""
+    text = (
+        "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, $0, $1; "
+        "red.relaxed.cluster.shared::cluster.add.u32 [remote], $2; }"
+    )
+    _asm(text, "r,r,r", None, Uint32(address), Uint32(block), Uint32(value), loc=loc, ip=ip)
 
 
 @dsl_user_op

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear, pad
+from torch.nn.functional import embedding, pad
 
 from rose_dist.comm.group import Group
+from rose_dist.kernels.linear import linear
 from rose_dist.layers.weights import Piece, Weight, copy_into, length, parameter, share
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,9 +27,15 @@ class KVGroup:
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         return 2 * len(self.layers) * self.key_heads * self.head_dim * dtype.itemsize
 
-    def storage(self, slots: int, dtype: torch.dtype, device: torch.device) -> KVStorage:
+    def storage(self, slots: int, dtype: torch.dtype) -> KVStorage:
+        """On the CPU. Zeros, since padding reads slots that were never written; memory is taken as it is written."""
         shape = (len(self.layers), slots, self.key_heads, self.head_dim)
-        return KVStorage(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
+        # numpy's zeros are pages that the kernel has yet to map, torch's are written: 2 GB a rank with 32,768 tokens.
+        keys, values = (
+            torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+            for _ in range(2)
+        )
+        return KVStorage(keys, values)
 
 
 @dataclass(frozen=True)

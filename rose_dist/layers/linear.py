@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
+from rose_dist.kernels.linear import linear
 from rose_dist.layers.weights import Piece, Weight, copy_into, length, parameter
 
 

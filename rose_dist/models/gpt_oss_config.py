@@ -1,16 +1,25 @@
-"""GPT-OSS's configuration, from Hugging Face's config.json or OpenAI's."""
+"""GPT-OSS's configuration."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from rose_dist.errors import RoseError
 from rose_dist.layers.rotary import RotaryConfig
+from rose_dist.models.gpt_oss_spellings import ConfigError, layout_of, stored_config
 
-
-class ConfigError(RoseError):
-    """A config.json that this model family can't be built from."""
+_COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "sliding_window",
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,9 @@ class GptOssConfig:
     def from_json(cls, config: dict[str, Any]) -> GptOssConfig:
         """Raises `ConfigError` naming the field that is missing or not supported."""
         try:
-            return cls._from_hugging_face(config) if "model_type" in config else cls._from_openai(config)
+            return cls._from_hugging_face(
+                stored_config(config, "hf", "mxfp4") if layout_of(config) == "openai" else config
+            )
         except KeyError as missing:
             raise ConfigError(f"config.json has no field {missing}; a GPT-OSS checkpoint needs it") from None
         except (TypeError, ValueError, AttributeError) as error:
@@ -54,65 +65,26 @@ class GptOssConfig:
 
     @classmethod
     def _from_hugging_face(cls, config: dict[str, Any]) -> GptOssConfig:
+        for name in _COUNTS:
+            if not isinstance(config[name], int) or config[name] < 1:
+                raise ConfigError(f"config.json's {name} is {config[name]!r}; it must be a whole number above 0")
         rope = config.get("rope_parameters") or {
             **(config.get("rope_scaling") or {}),
             "rope_theta": config.get("rope_theta", 150000.0),
         }
         layers = config["num_hidden_layers"]
-        kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * (layers // 2 + 1)
+        kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * layers
         quantization = (config.get("quantization_config") or {}).get("quant_method")
         if quantization not in (None, "mxfp4"):
             raise ConfigError(f"quant_method {quantization!r} is not supported; GPT-OSS experts are mxfp4 or bf16")
         return cls(
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_hidden_layers=layers,
-            num_attention_heads=config["num_attention_heads"],
-            num_key_value_heads=config["num_key_value_heads"],
-            head_dim=config["head_dim"],
-            num_local_experts=config["num_local_experts"],
-            num_experts_per_tok=config["num_experts_per_tok"],
-            sliding_window=config["sliding_window"],
+            **{name: config[name] for name in _COUNTS},
             sliding_layers=tuple(kind == "sliding_attention" for kind in kinds[:layers]),
             swiglu_limit=config.get("swiglu_limit", 7.0),
             rms_norm_eps=config.get("rms_norm_eps", 1e-5),
             tie_word_embeddings=config.get("tie_word_embeddings", False),
             rotary=_rotary_from_hugging_face(rope, config),
             mxfp4=quantization == "mxfp4",
-        )
-
-    @classmethod
-    def _from_openai(cls, config: dict[str, Any]) -> GptOssConfig:
-        """OpenAI's `original/config.json`; what it does not say is fixed by the reference code."""
-        factor, original = config["rope_scaling_factor"], config["initial_context_length"]
-        layers = config["num_hidden_layers"]
-        return cls(
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_hidden_layers=layers,
-            num_attention_heads=config["num_attention_heads"],
-            num_key_value_heads=config["num_key_value_heads"],
-            head_dim=config["head_dim"],
-            num_local_experts=config["num_experts"],
-            num_experts_per_tok=config.get("experts_per_token", 4),
-            sliding_window=config["sliding_window"],
-            sliding_layers=tuple(layer % 2 == 0 for layer in range(layers)),
-            swiglu_limit=config.get("swiglu_limit", 7.0),
-            rms_norm_eps=1e-5,
-            tie_word_embeddings=False,
-            rotary=RotaryConfig(
-                head_dim=config["head_dim"],
-                theta=float(config["rope_theta"]),
-                max_positions=int(original * factor),
-                factor=float(factor),
-                beta_fast=float(config["rope_ntk_beta"]),
-                beta_slow=float(config["rope_ntk_alpha"]),
-                original_context=original,
-                truncate=False,
-            ),
-            mxfp4=True,
         )
 
 

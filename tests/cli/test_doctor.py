@@ -46,9 +46,16 @@ def program(root: Path, name: str, text: str) -> None:
     (root / "usr/bin" / name).chmod(0o755)
 
 
-def gpu_node(root: Path, *, gpus: int = 4, capability: str = "9.0", link: str = "NV18") -> Path:
+def gpu_node(
+    root: Path, *, gpus: int = 4, capability: str = "9.0", link: str = "NV18", fabric: str = "Completed"
+) -> Path:
     """A host as in a cluster: GPUs behind NVSwitch, InfiniBand and RoCE ports, Slurm with PMIx."""
-    smi = NVIDIA_SMI.replace("GPUS", str(gpus)).replace("CAPABILITY", capability).replace("LINK", link)
+    smi = (
+        NVIDIA_SMI.replace("GPUS", str(gpus))
+        .replace("CAPABILITY", capability)
+        .replace("LINK", link)
+        .replace("Completed", fabric)
+    )
     program(root, "nvidia-smi", smi)
     program(root, "mpirun", "#!/bin/sh\necho 'mpirun (Open MPI) 5.0.11'\n")
     program(root, "srun", "#!/bin/sh\necho 'slurm-wlm 22.05.8'\n")
@@ -56,7 +63,7 @@ def gpu_node(root: Path, *, gpus: int = 4, capability: str = "9.0", link: str = 
     write(root, "proc/meminfo", "MemTotal:       2113406108 kB\n")
     version = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n"
     write(root, "proc/driver/nvidia/version", version)
-    for device, layer, state in (("mlx5_0", "InfiniBand", "4: ACTIVE"), ("mlx5_1", "Ethernet", "1: DOWN")):
+    for device, layer, state in (("mlx5_0", "InfiniBand", "4: ACTIVE"), ("mlx5_1", "Ethernet", "3: ARMED")):
         port = f"sys/class/infiniband/{device}/ports/1"
         write(root, f"{port}/state", f"{state}\n")
         write(root, f"{port}/rate", "400 Gb/sec (4X NDR)\n")
@@ -107,6 +114,8 @@ def test_a_cluster_node_is_read_and_can_run_everything(tmp_path: Path) -> None:
     [
         ({"gpus": 1}, "GPUs over NVLink", "1 GPUs"),
         ({"gpus": 2}, "NVLS multicast", "4 GPUs or more"),
+        ({"fabric": "In Progress"}, "NVLS multicast", "the NVSwitch fabric says In Progress"),
+        ({"fabric": "N/A"}, "NVLS multicast", "no NVSwitch fabric"),
         ({"link": "SYS"}, "GPUs over NVLink", "not every pair"),
         ({"capability": "8.0"}, "one GPU", "compute 8.0; the kernels are for compute 9.0, 10.0"),
         ({"capability": "8.0"}, "GPUs of many hosts", "compute 8.0"),
@@ -173,6 +182,12 @@ def test_any_output_of_nvidia_smi_is_survived(tmp_path: Path, output: str) -> No
     machine = inspect_machine(tmp_path)
     assert len(machine.gpu.gpus) == ("9.0" in output)
     assert machine.gpu.links == ()
+
+
+def test_a_program_that_fails_says_nothing(tmp_path: Path) -> None:
+    gpu_node(tmp_path)
+    program(tmp_path, "srun", "#!/bin/sh\necho 'slurm-wlm 22.05.8'\nexit 1\n")
+    assert inspect_machine(tmp_path).software.slurm_version == ""
 
 
 def test_a_failing_nvidia_smi_still_leaves_the_driver(tmp_path: Path) -> None:

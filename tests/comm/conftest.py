@@ -2,5 +2,5 @@
 
 from hypothesis import settings
 
-settings.register_profile("ranks", deadline=None)
+settings.register_profile("ranks")
 settings.load_profile("ranks")

@@ -12,10 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM, Mxfp4Config
 
 from rose_dist.models.checkpoint import CheckpointError
-from rose_dist.models.convert.config import Layout, Weights, to_hf, to_openai
 from rose_dist.models.convert.layouts import convert_checkpoint
 from rose_dist.models.convert.random_weights import PRESETS, write_random_checkpoint
-from rose_dist.models.gpt_oss_config import ConfigError
+from rose_dist.models.gpt_oss_spellings import ConfigError, Layout, Weights, to_hf, to_openai
 
 SMALL = PRESETS["tiny"] | {"num_hidden_layers": 2, "num_experts": 5, "experts_per_token": 3, "hidden_size": 96}
 COMBINATIONS: list[tuple[Layout, Weights]] = [("hf", "mxfp4"), ("hf", "bf16"), ("openai", "mxfp4")]

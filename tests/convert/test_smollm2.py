@@ -208,7 +208,7 @@ def test_tokenizer_agrees_with_transformers(tokenizer: Tokenizer, reference_toke
     assert_same_tokens(tokenizer, reference_tokenizer, text)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=st.text(max_size=60))
 def test_tokenizer_agrees_with_transformers_on_any_text(
     tokenizer: Tokenizer, reference_tokenizer: object, text: str

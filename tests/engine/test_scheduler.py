@@ -118,7 +118,7 @@ arrivals = st.lists(st.tuples(prompts, st.integers(1, 20), st.integers(0, 4)), m
     budget=st.integers(1, 24),
     running=st.integers(1, 6),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_every_request_gets_its_own_tokens(
     arrivals: list[tuple[list[int], int, int]],
     cancels: set[int],

@@ -7,6 +7,8 @@ waiting queue is bounded, a cancelled request's blocks are free in the stats tha
 
 from __future__ import annotations
 
+import ctypes
+import signal
 import sys
 import time
 from collections import deque
@@ -189,6 +191,7 @@ class StubEngine:
 
 
 def main() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed test leaves nothing behind
     engine = StubEngine(msgspec.json.decode(sys.argv[1], type=StubConfig))
     print(engine.address, flush=True)
     engine.run()

@@ -165,3 +165,32 @@ def test_a_client_that_sends_10_megabytes_gets_to_read_the_refusal(frontend: Fro
     body = json.dumps({**CHAT, "messages": [{"role": "user", "content": "x" * 10_000_000}]}).encode()
     status, answer, _ = frontend.post("/v1/chat/completions", body)
     assert (status, answer["error"]["code"]) == (413, "body_too_large")
+
+
+NEST = '{"a":' * 2000 + "1" + "}" * 2000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": "NEST"}}]},
+        {"chat_template_kwargs": "NEST"},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": "NEST"}}},
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"id": "x", "function": {"name": "f", "arguments": NEST}}]}
+            ]
+        },
+    ],
+)
+def test_deep_nesting_is_a_bad_request(frontend: Frontend, fields: dict[str, Any]) -> None:
+    body = json.dumps({**CHAT, **fields}).replace('"NEST"', NEST)
+    status, answer, _ = frontend.post("/v1/chat/completions", body.encode())
+    assert status == 400
+    assert "nested too deeply" in answer["error"]["message"]
+
+
+def test_half_characters_from_escapes_do_no_harm(frontend: Frontend) -> None:
+    call = {"id": "x", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
+    body = {**CHAT, "messages": [{"role": "assistant", "tool_calls": [call]}, *CHAT["messages"]]}
+    assert frontend.post("/v1/chat/completions", body)[0] == 200

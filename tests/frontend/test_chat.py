@@ -13,7 +13,7 @@ import pytest
 from rose_dist.frontend.config import FrontendConfig
 from rose_dist.frontend.tokenizer import Tokenizer
 from tests.frontend.conftest import REPLY
-from tests.frontend.running import Frontend, running
+from tests.frontend.running import Frontend, running, wait_for
 from tests.frontend.stub_engine import StubConfig
 
 MODEL = "tiny-chat"
@@ -217,3 +217,28 @@ def test_a_request_id_goes_round(frontend: Frontend) -> None:
     body = {"model": MODEL, "messages": MESSAGES}
     assert frontend.post("/v1/chat/completions", body, {"x-request-id": "abc-1"})[2]["x-request-id"] == "abc-1"
     assert len(frontend.post("/v1/chat/completions", body, {"x-request-id": "a b"})[2]["x-request-id"]) == 32
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_stop_string_ends_the_request_in_the_engine(
+    config: FrontendConfig, tokenizer: Tokenizer, tmp_path: Path, stream: bool
+) -> None:
+    report = tmp_path / "report"
+    stub = StubConfig(script=tokenizer.encode(REPLY), report=str(report), step_s=0.002)
+    with running(config, [stub]) as frontend, frontend.client() as client:
+        answer = client.chat.completions.create(
+            model=MODEL,
+            messages=MESSAGES,
+            stop="Paris",
+            max_tokens=1_000_000,
+            stream=stream,
+            extra_body={"ignore_eos": True},
+        )
+        if not isinstance(answer, openai.Stream):
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens <= len(tokenizer.encode(REPLY))
+        else:
+            assert list(answer)[-1].choices[0].finish_reason == "stop"
+        wait_for(lambda: frontend.metric("num_requests_running") == 0)
+    messages = [json.loads(line)["type"] for line in report.read_text().splitlines()]
+    assert messages == ["hello", "generate", "cancel"]

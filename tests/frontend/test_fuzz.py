@@ -72,7 +72,7 @@ def connection(frontend: Frontend) -> Iterator[http.client.HTTPConnection]:
 
 @pytest.mark.parametrize("path", ENDPOINTS)
 @given(data=st.data())
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_body_breaks_the_server(connection: http.client.HTTPConnection, path: str, data: st.DataObject) -> None:
     request_type, good = ENDPOINTS[path]
     fields = st.sampled_from([*request_type.__struct_fields__, "unknown"])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -139,7 +139,6 @@ def test_smollm2_ids_equal_transformers(smollm2: Path) -> None:
 @given(
     pieces=st.lists(st.sampled_from([*SPECIAL, *TAGS, "<", "|im_end|>", "<|im_", "hello ", "\ue000", "\ue001", ">"]))
 )
-@settings(deadline=None)
 def test_no_text_of_a_client_becomes_a_control_token(tokenizer: Tokenizer, pieces: list[str]) -> None:
     text = "".join(pieces)
     chat_format = JinjaFormat(tokenizer, tokenizer.chat_template or "")

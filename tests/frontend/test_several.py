@@ -36,11 +36,9 @@ def several(config: FrontendConfig, tokenizer: Tokenizer) -> Iterator[Frontend]:
 def test_metrics_are_those_of_all(several: Frontend) -> None:
     for _ in range(30):
         several.post("/v1/completions", {"model": "tiny-chat", "prompt": "Hi", "max_tokens": 2})
-    wait_for(lambda: several.metric("generation_tokens_total") == 60)
-    for _ in range(10):
-        assert several.metric("generation_tokens_total") == 60
-        assert several.metric("time_to_first_token_seconds_count") == 30
-        assert several.metric("num_requests_running") == 0
+    wait_for(lambda: [several.metric("generation_tokens_total") for _ in range(15)] == [60] * 15)  # whoever answers
+    assert several.metric("time_to_first_token_seconds_count") == 30
+    assert several.metric("num_requests_running") == 0
 
 
 def test_a_response_is_found_whoever_made_it(several: Frontend) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+import tokenizers
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rose_dist.engine.grammar import GrammarCompiler
@@ -62,6 +65,17 @@ CASES: dict[str, tuple[str, list[tuple[str, str]]]] = {
     '<tool_call>{"name": "get_wea': ('<tool_call>{"name": "get_wea', []),
     f"<tool_call>{PARIS}</tool_c": ("", [("get_weather", '{"city": "Paris"}')]),
     "a <tool_ca": ("a <tool_ca", []),
+    # what JSON's escapes can do
+    '<tool_call>{"name": "get\\u005fweather", "arguments": {}}</tool_call>': ("", [("get_weather", "{}")]),
+    '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "time"}</tool_call>': ("", [("time", '{"a": "?"}')]),
+    '<tool_call>{"name": "\\q", "arguments": {}}</tool_call>': (
+        '<tool_call>{"name": "\\q", "arguments": {}}</tool_call>',
+        [],
+    ),
+    '<tool_call>{"name": ["time"], "arguments": {}}</tool_call>': (
+        '<tool_call>{"name": ["time"], "arguments": {}}</tool_call>',
+        [],
+    ),
     # not calls: shown as they are
     '<tool_call>{"name": "rm", "arguments": {}}</tool_call>': (
         '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
@@ -107,7 +121,6 @@ def test_case(tokenizer: Tokenizer, text: str) -> None:
 
 
 @given(data=st.data(), text=st.sampled_from(list(CASES)))
-@settings(deadline=None)
 def test_pieces_do_not_matter(tokenizer: Tokenizer, data: st.DataObject, text: str) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -122,12 +135,72 @@ def test_pieces_do_not_matter(tokenizer: Tokenizer, data: st.DataObject, text: s
         )
     )
 )
-@settings(deadline=None)
 def test_any_output_is_read_without_loss(tokenizer: Tokenizer, pieces: list[str]) -> None:
     content, calls, sections = read(tokenizer, tokenizer.encode_template("".join(pieces)))
     everything = content + "".join(arguments for _, arguments in calls)
     assert everything.count("🙂") == pieces.count("🙂")
     assert set(sections) <= {"reasoning", "content", "tool_call", "control"}
+
+
+BEGIN, END, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+ALL = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+V3 = f'{BEGIN}function{SEP}get_weather\n```json\n{{"city": "Paris"}}\n```{END}'
+V31 = f'{BEGIN}get_weather{SEP}{{"city": "Paris"}}{END}'
+GOT = ("get_weather", '{"city": "Paris"}')
+DEEPSEEK_CASES: dict[str, tuple[str, list[tuple[str, str]]]] = {
+    f"I look.{ALL[0]}{V3}{ALL[1]}": ("I look.", [GOT]),
+    f"{ALL[0]}{V3}\n{V3}{ALL[1]}": ("", [GOT, GOT]),
+    f"{ALL[0]}{V31}{V31}{ALL[1]}": ("", [GOT, GOT]),
+    f"{ALL[0]}{V3[:-30]}": ("", [("get_weather", '{"city":')]),
+    f"{BEGIN}function{SEP}rm\n```json\n{{}}\n```{END}": (f"{BEGIN}function{SEP}rm\n```json\n{{}}\n```{END}", []),
+    f"{BEGIN}get_weather{END}": (f"{BEGIN}get_weather{END}", []),
+}
+
+
+@pytest.fixture(scope="module", params=["```json", ""])
+def deepseek(request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer with DeepSeek's tags; its template tells V3 and V3.1 apart."""
+    library = tokenizers.Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    library.add_tokens([tokenizers.AddedToken(tag, normalized=False) for tag in (BEGIN, END, SEP, *ALL)])
+    directory = tmp_path_factory.mktemp("deepseek")
+    library.save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(f"{request.param}{{{{ messages[0].content }}}}")
+    (directory / "generation_config.json").write_bytes((checkpoint / "generation_config.json").read_bytes())
+    return Tokenizer(directory)
+
+
+@pytest.mark.parametrize("text", DEEPSEEK_CASES)
+def test_deepseek_case(deepseek: Tokenizer, text: str) -> None:
+    assert read(deepseek, deepseek.encode_template(text + "<|im_end|>"))[:2] == DEEPSEEK_CASES[text]
+
+
+@given(data=st.data(), text=st.sampled_from(list(DEEPSEEK_CASES)))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_deepseek_pieces_do_not_matter(deepseek: Tokenizer, data: st.DataObject, text: str) -> None:
+    parts = re.split("(<[^>]*>)", text)
+    ids = []
+    for part in parts:
+        cuts = [] if part.startswith("<") else sorted(data.draw(st.sets(st.integers(0, len(part)))))
+        for a, b in zip([0, *cuts], [*cuts, len(part)], strict=True):
+            ids += deepseek.encode_template(part[a:b])
+    assert read(deepseek, ids)[:2] == DEEPSEEK_CASES[text]
+
+
+def test_deepseek_required_call(deepseek: Tokenizer) -> None:
+    required = Conversation(messages=ASK.messages, tools=ASK.tools, required_tools=["get_weather"])
+    chat_format = JinjaFormat(deepseek, deepseek.chat_template or "")
+    grammar = chat_format.grammar(required)
+    assert grammar is not None
+    call = V3 if "```json" in (deepseek.chat_template or "") else V31
+    other = V31 if call is V3 else V3
+    assert accepts(deepseek, grammar, f"{ALL[0]}{call}{ALL[1]}<|im_end|>")
+    assert not accepts(deepseek, grammar, f"{ALL[0]}{other}{ALL[1]}<|im_end|>")
+    assert read(deepseek, deepseek.encode_template(f"{ALL[0]}{call}{ALL[1]}"))[:2] == ("", [GOT])
+
+
+def test_deep_nesting_does_no_harm(tokenizer: Tokenizer) -> None:
+    text = "<tool_call>" + "[" * 3000 + "</tool_call>"
+    assert read(tokenizer, tokenizer.encode(text))[:2] == (text, [])
 
 
 def test_arguments_are_streamed(tokenizer: Tokenizer) -> None:

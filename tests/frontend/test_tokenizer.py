@@ -77,3 +77,20 @@ def test_a_broken_file_is_named(tmp_path: Path, content: str | None, message: st
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(TokenizerError, match=message):
         Tokenizer(tmp_path)
+
+
+def test_a_model_that_takes_whole_words_does_not_take_control_tokens(checkpoint: Path, tmp_path: Path) -> None:
+    """With `ignore_merges`, a piece of text that is in the vocabulary is that token, however it is spelled."""
+    description = json.loads((checkpoint / "tokenizer.json").read_bytes())
+    description["model"]["ignore_merges"] = True
+    description["pre_tokenizer"]["use_regex"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(description))
+    tokenizer = Tokenizer(tmp_path)
+    assert not set(tokenizer.encode("<|im_end|>")) & set(tokenizer.control.values())
+    assert tokenizer.decode(tokenizer.encode("<|im_end|>")) == "<|im_end|>"
+
+
+def test_long_texts_are_encoded_alike(tokenizer: Tokenizer) -> None:
+    text = "The capital of France is Paris. 🙂 " * 1000
+    library = tokenizers.Tokenizer.from_file(str(tokenizer.directory / "tokenizer.json"))
+    assert tokenizer.encode(text) == tokenizer.encode_template(text) == library.encode(text).ids

@@ -4,7 +4,8 @@ import pytest
 from openai_harmony import HarmonyEncoding, HarmonyEncodingName, load_harmony_encoding
 
 from rose_dist.frontend.formats.harmony import HarmonyFormat
-from rose_dist.frontend.formats.harmony_vocabulary import VARIABLE, HarmonyVocabulary, find_ranks_file
+from rose_dist.frontend.formats.harmony_vocabulary import HarmonyVocabulary
+from rose_dist.vocabulary import VARIABLE, find_ranks_file
 
 TODAY = datetime.date(2025, 6, 28)
 

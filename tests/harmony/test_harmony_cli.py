@@ -6,7 +6,7 @@ from openai_harmony import Role
 
 from rose_dist.cli.main import rose
 from rose_dist.errors import RoseError
-from rose_dist.frontend.formats.harmony_vocabulary import VARIABLE
+from rose_dist.vocabulary import VARIABLE
 
 
 def run(*arguments: str, stdin: str):

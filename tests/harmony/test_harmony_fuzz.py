@@ -113,14 +113,14 @@ def test_truncation_anywhere_gives_a_prefix(vocabulary):
         assert not part.calls or (part.calls[0][0] == "f" and whole.calls[0][1].startswith(part.calls[0][1]))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=st.text(), opened=st.booleans())
 def test_any_header_text_is_read(text, opened):
     header = parse_header(text, TOOLS, role_first=opened)
     assert "<|channel|>" not in f"{header.channel}{header.recipient}{header.content_type}{header.leftover}"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(), max_size=30))
 def test_any_integers_are_tokens(vocabulary, ids):
     parse_ids([START, END, *ids], vocabulary)

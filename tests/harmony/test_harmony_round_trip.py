@@ -82,7 +82,7 @@ def conversation_of(messages: list[Message]) -> Conversation:
     return Conversation(messages=messages, tools=TOOLS)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     instructions=text,
     turns=st.lists(
@@ -104,7 +104,7 @@ def test_tool_loop_grows_by_what_was_sampled(harmony, instructions, turns):
         assert harmony.render(conversation_of(messages)) == [*expected, START, *vocabulary.encode("assistant")]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(answers=st.lists(words, min_size=1, max_size=3))
 def test_answers_are_stored_as_sampled_with_end_for_return(harmony, answers):
     messages = [Message(role="user", content="go")]
@@ -117,7 +117,7 @@ def test_answers_are_stored_as_sampled_with_end_for_return(harmony, answers):
         assert following[: len(prompt) + len(sampled)] == [*prompt, *sampled[:-1], END]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(reasoning=words, answer=words)
 def test_only_the_reasoning_of_an_answered_turn_is_missing(harmony, reasoning, answer):
     user = Message(role="user", content="go")

@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose_dist.frontend.formats.harmony_vocabulary import (
-    CONTROL_TEXT,
+from rose_dist.frontend.formats.harmony_vocabulary import CONTROL_TEXT, SIZE, HarmonyVocabulary
+from rose_dist.vocabulary import (
     FILE_NAME,
     SHA256,
-    SIZE,
     VARIABLE,
-    HarmonyVocabulary,
+    VocabularyError,
+    checkpoint_token_bytes,
     find_ranks_file,
+    load_token_bytes,
 )
-from rose_dist.vocabulary import VocabularyError, load_token_bytes
 
 
 def _byte_alphabet() -> list[str]:
@@ -114,7 +114,7 @@ def test_control_ids(vocabulary, library):
         assert token_id < SIZE
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text())
 def test_encode_and_decode(vocabulary, library, text):
     ids = vocabulary.encode(text)
@@ -133,3 +133,9 @@ def test_long_runs_are_cut_and_other_text_is_not(vocabulary, library):
     ]
     for text in ("a" * 10_000, " " * 10_000, "東" * 9_000 + " x"):
         assert vocabulary.decode(vocabulary.encode(text)) == text
+
+
+def test_a_checkpoint_in_openai_s_layout_has_harmony_s_bytes(tmp_path):
+    assert checkpoint_token_bytes(tmp_path, SIZE) == load_token_bytes(find_ranks_file())
+    with pytest.raises(VocabularyError, match=r"tokenizer\.json"):
+        checkpoint_token_bytes(tmp_path, SIZE - 1)

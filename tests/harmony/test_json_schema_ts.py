@@ -224,7 +224,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.dictionaries(keywords | st.text(max_size=4), json_values, max_size=5))
 def test_any_json_object_is_rendered_or_refused(schema):
     """Clients send what they like."""

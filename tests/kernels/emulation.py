@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 from cuda.bindings.driver import CUstream
-from cutlass import cute
 
 from rose_dist.kernels import jit, launch
 from rose_dist.kernels.arch import Arch, DeviceInfo
 from rose_dist.kernels.cute import embedding, moe_combine, qk_norm, quantize, rms_norm, routing, swiglu
-from tests.ptx.cutedsl import Compiled
+from tests.ptx.cutedsl import Compiled, compile_kernel
 from tests.ptx.machine import Machine
 
 _CACHES = (
@@ -38,7 +37,7 @@ class EmulatedTensor(torch.Tensor):
 @cache
 def compiled(kernel: jit.Kernel) -> Compiled:
     """The kernel with its host code, ready to be interpreted."""
-    return Compiled(cute.compile(kernel, *kernel.arguments(), options=f"--gpu-arch {kernel.arch} --keep-ptx"))
+    return compile_kernel(kernel, *kernel.arguments(), arch=str(kernel.arch))
 
 
 def stream() -> CUstream:

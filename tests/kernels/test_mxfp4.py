@@ -124,7 +124,7 @@ def blocks_of_floats() -> st.SearchStrategy[list[float]]:
     return one_kind.flatmap(lambda s: hnp.arrays(np.float32, 32, elements=s)).map(lambda a: a.tolist())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(blocks_of_floats())
 def test_quantizes_as_the_rule_says(block: list[float]) -> None:
     codes, scale = quantize_block(block)
@@ -133,7 +133,7 @@ def test_quantizes_as_the_rule_says(block: list[float]) -> None:
     assert unpack(blocks[0]) == codes
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(blocks_of_floats())
 def test_search_takes_the_better_of_two_scales(block: list[float]) -> None:
     _, scale = quantize_block(block)

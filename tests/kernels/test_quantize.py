@@ -254,8 +254,9 @@ def test_mxfp4_agrees_with_the_checkpoint_converter() -> None:
     x = inputs(torch.float32, 256)
     codes, scales = reference(x, MXFP4)
     other_codes, other_scales = quantize_mxfp4(x)
-    assert torch.equal(codes, other_codes.flatten(-2))
     assert torch.equal(scales, other_scales)
+    finite = scales != 255  # the codes of a block that is NaN mean nothing
+    assert torch.equal(codes.view(other_codes.shape)[finite], other_codes[finite])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from rose_dist.comm.world import World
 from rose_dist.models.checkpoint import CheckpointError
 from rose_dist.models.convert.random_weights import PRESETS, write_random_checkpoint
-from rose_dist.models.gpt_oss_config import ConfigError
+from rose_dist.models.gpt_oss_spellings import ConfigError
 from tests.checkpoints import random_prompt
 from tests.models.forward import all_logits
 from tests.ranks import run_ranks
@@ -110,7 +110,9 @@ BLOCKS = "model.layers.0.mlp.experts.down_proj_blocks"
         (edit_tensors(lambda t: t.update({BLOCKS: t[BLOCKS].float()})), rf"{BLOCKS} torch.float32 instead of"),
         (edit_tensors(lambda t: t.update({SINKS: t[SINKS].int()})), "dtype"),
         (edit_config(architectures=["LlamaForCausalLM"]), "supported is GptOssForCausalLM"),
-        (edit_config(num_hidden_layers=None), "another type"),
+        (edit_config(num_hidden_layers=None), "num_hidden_layers is None; it must be a whole number above 0"),
+        (edit_config(head_dim="64"), "head_dim is '64'"),
+        (edit_config(rope_parameters=7), "another type"),
         (edit_config(quantization_config={"quant_method": "awq"}), "'awq' is not supported"),
         (edit_config(num_hidden_layers=5), r"missing: model.layers.4.* more"),
     ],

@@ -1,6 +1,7 @@
 """Memory of the emulated machine: allocations at real process addresses, with guard bytes around each."""
 
 import bisect
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -135,7 +136,7 @@ class AddressMap:
         at = self._allocations.index(allocation)
         del self._bases[at], self._allocations[at]
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+    def __iter__(self) -> Iterator[Allocation]:
         return iter(self._allocations)
 
     def find(self, address: int, size: int) -> Allocation:

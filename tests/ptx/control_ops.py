@@ -10,9 +10,9 @@ import numpy as np
 from tests.ptx import warp_ops
 from tests.ptx.errors import BarrierError, PtxSyntaxError, Trap, UnknownInstruction
 from tests.ptx.gang import WARP, Barrier, Cta, Gang, Split
-from tests.ptx.memory_model import SCOPES
 from tests.ptx.ptx_types import ptx_type
-from tests.ptx.syntax import Instruction, Operand, Sym, Vec
+from tests.ptx.syntax import Instruction, Sym
+from tests.ptx.topology import SCOPES
 
 if TYPE_CHECKING:
     from tests.ptx.program import Program
@@ -77,8 +77,10 @@ def _branch(program: Program, instruction: Instruction) -> Control:
 
 def _indexed_branch(program: Program, instruction: Instruction) -> Control:
     """brx.idx through a table of labels."""
-    table = program.kernel.branch_targets[instruction.operands[1].name]  # type: ignore[union-attr]
-    targets = [program.kernel.labels[label] for label in table]
+    table = instruction.operands[1]
+    if not isinstance(table, Sym) or table.name not in program.kernel.branch_targets:
+        raise PtxSyntaxError(f"no table of branch targets: {table}")
+    targets = [program.kernel.labels[label] for label in program.kernel.branch_targets[table.name]]
     index = program.operands.read(instruction.operands[0], U32)
 
     def handle(g: Gang, split: Split) -> bool:
@@ -256,6 +258,7 @@ def _griddepcontrol(program: Program, instruction: Instruction) -> Control | Non
 
         def launch(g: Gang, split: Split) -> bool:
             g.launch.allow_dependents(g.cta)
+            g.fuel = 0
             split.pc += 1
             return True
 
@@ -280,9 +283,18 @@ def _ignored(program: Program, instruction: Instruction) -> Control:
 
 
 _BUILDERS: dict[str, Builder] = {
-    "brx": _indexed_branch, "ret": _leave, "exit": _leave, "trap": _trap, "brkpt": _trap, "call": _call,
-    "nanosleep": _nanosleep, "fence": _fence, "membar": _fence, "bar": _barrier, "barrier": _barrier, "griddepcontrol": _griddepcontrol,
-    "setmaxnreg": _ignored, "pmevent": _ignored,
-}  # fmt: skip
-
-__all__ = ["Operand", "Vec", "build", "complete", "fall_off_the_end"]
+    "brx": _indexed_branch,
+    "ret": _leave,
+    "exit": _leave,
+    "trap": _trap,
+    "brkpt": _trap,
+    "call": _call,
+    "nanosleep": _nanosleep,
+    "fence": _fence,
+    "membar": _fence,
+    "bar": _barrier,
+    "barrier": _barrier,
+    "griddepcontrol": _griddepcontrol,
+    "setmaxnreg": _ignored,
+    "pmevent": _ignored,
+}

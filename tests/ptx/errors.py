@@ -24,6 +24,8 @@ class PtxError(Exception):
     """Base of all errors of the interpreter."""
 
     site: Site | None = None
+    lane: int = 0
+    """Which of the active lanes is at fault."""
 
     def at(self, site: Site) -> "PtxError":
         """The same error with its place; the innermost place wins."""
@@ -55,6 +57,10 @@ class UninitialisedRead(PtxError):
 
 class NonCoherentRead(PtxError):
     """`ld.global.nc` of bytes written during the launch: PTX allows it on read-only data alone."""
+
+
+class MissingProxyFence(PtxError):
+    """An asynchronous copy reads generic writes that no fence.proxy.async separates from it."""
 
 
 class DataRace(PtxError):

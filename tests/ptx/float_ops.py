@@ -3,6 +3,7 @@
 import ctypes
 import ctypes.util
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ _libm.fma.restype = ctypes.c_double
 _libm.fma.argtypes = [ctypes.c_double] * 3
 _fma_f64 = np.vectorize(_libm.fma, otypes=[np.float64])
 
-_CANONICAL_NAN = {"f16": nf.F16_NAN, "f32": nf.F32_NAN, "f64": nf.F64_NAN}
+_CANONICAL_NAN: dict[str, Any] = {"f16": nf.F16_NAN, "f32": nf.F32_NAN, "f64": nf.F64_NAN}
 
 
 def canonical(value: Array, kind: str = "f32") -> Array:

@@ -8,6 +8,7 @@ random.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,9 +17,12 @@ import numpy as np
 from tests.ptx.allocation import Allocation
 from tests.ptx.errors import PtxError, Site
 from tests.ptx.number_formats import Array
+from tests.ptx.syntax import Instruction
 
 if TYPE_CHECKING:
-    from tests.ptx.machine import ActiveLaunch, Machine
+    from tests.ptx.bulk_ops import BulkCopy
+    from tests.ptx.launch import ActiveLaunch
+    from tests.ptx.machine import Machine
 
 WARP = 32
 _SPINS_BEFORE_SWITCH = 6
@@ -32,6 +36,18 @@ class Barrier:
     waiting: list[tuple[Gang, Split]] = field(default_factory=list)
     count: int = 0
     warp_pc: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class CopyGroup:
+    """cp.async copies of one commit group; each is done when called."""
+
+    copies: list[Callable[[], None]] = field(default_factory=list)
+
+    def finish(self) -> None:
+        for copy in self.copies:
+            copy()
+        self.copies.clear()
 
 
 @dataclass(eq=False)
@@ -84,23 +100,28 @@ class Gang:
         self.threads = cta.first_thread + self.thread_in_cta
         self.lane_id = self.thread_in_cta % WARP
         counts = cta.launch.program.register_counts
-        self.p = np.zeros((counts["p"], lanes), np.bool_)
-        self.u2 = np.full((counts["u2"], lanes), 0xDEAD, np.uint16)
-        self.u4 = np.full((counts["u4"], lanes), 0xDEADBEEF, np.uint32)
-        self.u8 = np.full((counts["u8"], lanes), 0xDEADBEEFDEADBEEF, np.uint64)
-        self.s2, self.f2 = self.u2.view(np.int16), self.u2.view(np.float16)
-        self.s4, self.f4 = self.u4.view(np.int32), self.u4.view(np.float32)
-        self.s8, self.f8 = self.u8.view(np.int64), self.u8.view(np.float64)
+        self.p: Array = np.zeros((counts["p"], lanes), np.bool_)
+        self.u2: Array = np.full((counts["u2"], lanes), 0xDEAD, np.uint16)
+        self.u4: Array = np.full((counts["u4"], lanes), 0xDEADBEEF, np.uint32)
+        self.u8: Array = np.full((counts["u8"], lanes), 0xDEADBEEFDEADBEEF, np.uint64)
+        self.s2: Array = self.u2.view(np.int16)
+        self.s4: Array = self.u4.view(np.int32)
+        self.s8: Array = self.u8.view(np.int64)
+        self.f2: Array = self.u2.view(np.float16)
+        self.f4: Array = self.u4.view(np.float32)
+        self.f8: Array = self.u8.view(np.float64)
         self.local = np.zeros(lanes * max(cta.launch.program.local_size, 1), np.uint8)
         self.everyone = np.ones(lanes, np.bool_)
         self.splits = [Split(0, self.everyone.copy())]
         self.full = True
         self.mask: Array = self.everyone
         self._guarded = False
+        self.copy_groups: list[CopyGroup] = [CopyGroup()]
+        self.bulk_groups: dict[int, list[list[BulkCopy]]] = {}
         self.fuel = 0
         self.strong_reads = 0
         self.effects = 0
-        self.spun = False
+        self.spun = self.polled = self.acted = False
 
     def activate(self, mask: Array) -> None:
         self.mask = mask
@@ -124,16 +145,18 @@ class Gang:
         return live
 
     def run(self, fuel: int) -> bool:
-        """Runs up to `fuel` memory instructions of one split at a time; False if nothing could run."""
-        self.fuel, self.spun = fuel, False
+        """Runs up to `fuel` memory instructions, one split at a time; False if nothing came of it but polling."""
+        self.fuel = fuel
+        self.spun = self.polled = self.acted = False
         self.strong_reads = self.effects = 0
         moved = False
         while self.fuel > 0 and not self.spun:
             split = self._pick()
             if split is None:
-                return moved
+                break
             moved |= self._advance(split)
-        return moved
+        only_polled = (self.polled or self.strong_reads > 0) and not self.acted and self.effects == 0
+        return moved and not only_polled
 
     def _pick(self) -> Split | None:
         ready = [s for s in self.splits if not s.waiting]
@@ -191,15 +214,16 @@ class Gang:
         return moved
 
     def site(self, pc: int, error: PtxError | None = None) -> Site:
-        instruction = self.launch.program.kernel.instructions[pc]
+        """Where the gang is: `error` says which of the active lanes is meant."""
         active = self.active()
-        lane = getattr(error, "lane", 0)
-        thread = int(self.thread_in_cta[active[min(lane, len(active) - 1)]]) if len(active) else self.first
-        name = self.launch.program.kernel.name
-        text = instruction.text.replace(name, "")
-        return Site(
-            self.launch.program.kernel.short_name(), instruction.line, text, self.cta.gpu, self.cta.linear, thread
-        )
+        at = min(error.lane if error is not None else 0, len(active) - 1)
+        return self.site_of(self.launch.program.kernel.instructions[pc], int(active[at]) if len(active) else 0)
+
+    def site_of(self, instruction: Instruction, lane: int) -> Site:
+        kernel = self.launch.program.kernel
+        text = instruction.text.replace(kernel.name, "")
+        thread = int(self.thread_in_cta[lane])
+        return Site(kernel.short_name(), instruction.line, text, self.cta.gpu, self.cta.linear, thread)
 
     def branch(self, split: Split, taken: Array, target: int) -> bool:
         """Moves the lanes in `taken` to `target`, the others on. True if the split goes on undivided."""
@@ -224,6 +248,8 @@ class Gang:
             self.spun = True
         if self.effects:
             split.spins = 0
+        self.polled |= self.strong_reads > 0
+        self.acted |= self.effects > 0
         self.strong_reads = self.effects = 0
 
     def exit(self, split: Split, lanes: Array) -> bool:

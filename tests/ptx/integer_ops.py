@@ -121,7 +121,7 @@ def extract_field(value: Array, position: Array, length: Array) -> Array:
     start, count = (position & 0xFF).astype(np.int64), (length & 0xFF).astype(np.int64)
     unsigned = _unsigned(value)
     kind = unsigned.dtype.type
-    keep = np.minimum(count, width)
+    keep = np.minimum(count, np.maximum(width - start, 0))
     shifted = np.where(start >= width, kind(0), unsigned >> np.minimum(start, width - 1).astype(unsigned.dtype))
     mask = np.where(
         keep >= width,
@@ -207,8 +207,14 @@ def dot_product(a: Array, b: Array, c: Array, *, kinds: tuple[str, str]) -> Arra
     return ((octets(a, kinds[0]) * octets(b, kinds[1])).sum(1) + c.astype(np.int64)).astype(c.dtype)
 
 
-def absolute(value: Array) -> Array:
-    return np.abs(value)
+def saturating(operation: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+    """s32 add or sub that stops at the ends of the range."""
+    limits = np.iinfo(np.int32)
+
+    def run(a: Array, b: Array) -> Array:
+        return np.clip(operation(a.astype(np.int64), b.astype(np.int64)), limits.min, limits.max).astype(np.int32)
+
+    return run
 
 
 def sad(a: Array, b: Array, c: Array) -> Array:

@@ -90,8 +90,8 @@ class ActiveLaunch:
         self.launch, self.index, self.machine = launch, index, machine
         self.program, self.gpu = launch.program, launch.gpu
         self.grid, self.block, self.cluster = launch.grid, launch.block, launch.cluster
-        self.dynamic_shared = launch.dynamic_shared
-        self.cluster_size = launch.cluster[0] * launch.cluster[1] * launch.cluster[2]
+        self.dynamic_shared: int = launch.dynamic_shared
+        self.cluster_size: int = launch.cluster[0] * launch.cluster[1] * launch.cluster[2]
         self.divergence = 0.05
         self.params = np.frombuffer(launch.params, np.uint8)
         self.first_thread = first_thread
@@ -129,6 +129,7 @@ class ActiveLaunch:
 
     def allow_dependents(self, cta: Cta) -> None:
         self._allowed.add(cta.linear)
+        self.machine.admission_due = True
 
     def may_start(self) -> bool:
         before = self.predecessor

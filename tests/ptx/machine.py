@@ -12,14 +12,19 @@ import numpy as np
 import torch
 
 from tests.ptx.allocation import MULTICAST_WINDOW, AddressMap, Allocation, Multicast, allocate
+from tests.ptx.bulk_ops import BulkCopy
 from tests.ptx.control_ops import complete
 from tests.ptx.errors import Deadlock, PtxError
 from tests.ptx.gang import WARP, Cta, Gang
 from tests.ptx.launch import ActiveLaunch, Launch
-from tests.ptx.memory_model import Checks, MemoryModel, Topology
+from tests.ptx.mbarrier import MBarrier
+from tests.ptx.memory_model import Checks, MemoryModel
+from tests.ptx.topology import Topology
 
 _TURN_NS = 100
 _FUEL = (1, 2, 4, 16, 64)
+_COPY_PER_TURN = 0.3
+_MAX_TURNS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -40,10 +45,14 @@ class Machine:
     def __init__(self, *, check_shared: bool = False) -> None:
         self.addresses = AddressMap()
         self.check_shared = check_shared
-        self.now = 0
+        self.now: int = 0
+        self.admission_due = False
         self.rng = random.Random(0)
         self.memory: MemoryModel
         self.ctas: list[Cta] = []
+        self.mbarriers: dict[tuple[int, int], MBarrier] = {}
+        self.copies: list[BulkCopy] = []
+        self._first_agent = 0
         self._owners: dict[int, Allocation] = {}
 
     def empty(
@@ -105,6 +114,7 @@ class Machine:
         """
         self.rng = random.Random(seed)
         self.now = 1_000_000
+        self.mbarriers, self.copies = {}, []
         start = self.now
         active = self._activate(launches, Checks(races, non_coherent, vector_atomic))
         known = set(map(id, self.addresses))
@@ -116,7 +126,7 @@ class Machine:
             raise
         finally:
             self._reset(active, known)
-        return Report(seed, turns, self.memory.races, self.now - start)
+        return Report(seed, turns, self.memory.races.count, self.now - start)
 
     def _activate(self, launches: Sequence[Launch], checks: Checks) -> list[ActiveLaunch]:
         active: list[ActiveLaunch] = []
@@ -131,14 +141,23 @@ class Machine:
             cta += launch.ctas
         self.ctas = [c for one in active for c in one.ctas]
         sizes = [c.threads for c in self.ctas]
+        self._first_agent = thread
+
+        def by_thread(values: list[int]) -> np.ndarray:
+            """A value for each thread from one for each CTA, then one for each CTA's agent."""
+            column = np.array(values, np.int64)
+            return np.concatenate([np.repeat(column, sizes), column])
+
         clusters = [c.launch.index << 32 | c.linear // c.launch.cluster_size for c in self.ctas]
         topology = Topology(
-            np.repeat(np.arange(len(self.ctas)), sizes),
-            np.repeat(np.array(clusters, np.int64), sizes),
-            np.repeat(np.array([c.gpu for c in self.ctas], np.int64), sizes),
-            np.repeat(np.array([c.launch.index for c in self.ctas], np.int64), sizes),
+            by_thread(list(range(len(self.ctas)))),
+            by_thread(clusters),
+            by_thread([c.gpu for c in self.ctas]),
+            by_thread([c.launch.index for c in self.ctas]),
+            np.array([c.first_thread for c in self.ctas], np.int64),
+            thread,
         )
-        base = np.zeros(thread + 1, np.int32)
+        base = np.zeros(thread + cta + 1, np.int32)
         base[-1] = np.iinfo(np.int32).max
         self.memory = MemoryModel(topology, checks, self.rng, [base] * len(active))
         return active
@@ -150,6 +169,10 @@ class Machine:
                 self.addresses.remove(memory)
         for memory in self.addresses:
             memory.shadow = None
+
+    def agent(self, cta: Cta) -> int:
+        """The thread number that stands for the CTA's asynchronous copies."""
+        return self._first_agent + cta.uid
 
     def lanes_left(self, gang: Gang) -> None:
         """Lanes of `gang` left the kernel: whoever waited for them may go on."""
@@ -182,14 +205,29 @@ class _Scheduler:
             gang = rng.choice(self.gangs)
             moved = gang.run(rng.choice(_FUEL))
             turns += 1
+            self._copy(often=not moved)
             if not gang.splits:
                 self._retire(gang)
-            self._account(gang, moved)
+            if self.machine.admission_due:
+                self._admit()
+            self._account(moved)
+            if turns > _MAX_TURNS:
+                raise Deadlock(f"no end after {turns} turns:\n" + "\n".join(self._positions()))
+        while self.machine.copies:
+            self._copy(often=True)
         if not all(one.done for one in self.launches):
             raise Deadlock("launches wait for one another")
         return turns
 
+    def _copy(self, *, often: bool) -> None:
+        """Lets a random asynchronous copy happen now and then."""
+        copies = self.machine.copies
+        if copies and (often or self.machine.rng.random() < _COPY_PER_TURN):
+            copies.pop(self.machine.rng.randrange(len(copies))).finish()
+            self.idle = 0
+
     def _admit(self) -> None:
+        self.machine.admission_due = False
         for one in self.launches:
             if not one.started and one.may_start():
                 one.start()
@@ -229,11 +267,11 @@ class _Scheduler:
                 if split.waiting == "grid":
                     split.waiting = ""
 
-    def _account(self, gang: Gang, moved: bool) -> None:
+    def _account(self, moved: bool) -> None:
         """The clock, and the end of a run in which nobody gets on. While all only poll, time runs faster and faster,
         so that bounded waits expire within some thousand turns.
         """
-        if moved and not gang.spun:
+        if moved:
             self.idle = 0
             self.machine.now += _TURN_NS
             return
@@ -243,8 +281,6 @@ class _Scheduler:
         self.machine.now += _TURN_NS << min(over // 32, 36)
         if over > 32 * 60 or (self.idle > 4 * len(self.gangs) and not self._anyone_ready()):
             raise Deadlock("no thread can go on:\n" + "\n".join(self._positions()))
-        if over == 1:
-            self._admit()
 
     def _anyone_ready(self) -> bool:
         return any(not s.waiting for g in self.gangs for s in g.splits)

@@ -4,11 +4,12 @@ canonical NaN.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.generic]
+Array = NDArray[Any]
 
 F32_NAN = np.uint32(0x7FFFFFFF).view(np.float32)
 F64_NAN = np.uint64(0x7FFFFFFFFFFFFFFF).view(np.float64)

@@ -111,6 +111,7 @@ class _Body:
         self.scope_count = 0
 
     def read(self, body: str, line: int) -> None:
+        label = ""
         for number, statement in _statements(body, line):
             if statement == "{":
                 self.scopes.append({})
@@ -118,7 +119,10 @@ class _Body:
             elif statement == "}":
                 self.scopes.pop()
             elif statement.endswith(":"):
-                self.kernel.labels[self._local(statement[:-1])] = len(self.kernel.instructions)
+                label = self._local(statement[:-1])
+                self.kernel.labels[label] = len(self.kernel.instructions)
+            elif statement.startswith(".branchtargets"):
+                self.kernel.branch_targets[label] = [name.strip() for name in statement.split(None, 1)[1].split(",")]
             elif statement.startswith("."):
                 self._directive(statement, number)
             else:

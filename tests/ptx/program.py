@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 
-from tests.ptx import control_ops, memory_ops, warp_ops
+from tests.ptx import async_ops, control_ops, memory_ops
 from tests.ptx.allocation import LOCAL_WINDOW, PARAM_WINDOW
 from tests.ptx.errors import PtxError, UnknownInstruction
 from tests.ptx.gang import Gang, Split
 from tests.ptx.number_formats import Array
 from tests.ptx.operands import Operands, Put, allocate_registers
-from tests.ptx.operations import Operation, resolve
+from tests.ptx.operation import Operation
+from tests.ptx.operations import resolve
 from tests.ptx.ptx_types import is_type, ptx_type
-from tests.ptx.syntax import Instruction, Kernel, Module, Neg, Operand, Pair, Reg, Sym, Vec
+from tests.ptx.syntax import Instruction, Kernel, Module, Operand, Pair, Variable, Vec
 
 Step = Callable[[Gang], None]
 Control = Callable[[Gang, Split], bool]
@@ -49,18 +51,19 @@ class Program:
     def _symbols(self) -> dict[str, Callable[[Gang], object]]:
         symbols: dict[str, Callable[[Gang], object]] = {}
         for name, offset in self.param_offsets.items():
-            symbols[name] = lambda g, o=offset: PARAM_WINDOW + o
+            symbols[name] = _constant(PARAM_WINDOW + offset)
         for name, offset in self.shared_offsets.items():
-            symbols[name] = lambda g, o=offset: o
+            symbols[name] = _constant(offset)
         for variable in self.extern_shared:
             symbols[variable.name] = lambda g: self.dynamic_shared_base()
         for name, offset in self.local_offsets.items():
-            symbols[name] = lambda g, o=offset: (
-                np.uint64(LOCAL_WINDOW + o) + (np.arange(g.lanes) * self.local_size).astype(np.uint64)
-            )
+            symbols[name] = self._local_address(offset)
         for variable in self.constants:
-            symbols[variable.name] = lambda g, n=variable.name: g.launch.constants[n].base
+            symbols[variable.name] = _allocated(variable.name)
         return symbols
+
+    def _local_address(self, offset: int) -> Callable[[Gang], object]:
+        return lambda g: np.uint64(LOCAL_WINDOW + offset) + (np.arange(g.lanes) * self.local_size).astype(np.uint64)
 
     def _add(self, instruction: Instruction) -> None:
         name = ".".join(instruction.parts)
@@ -78,7 +81,9 @@ class Program:
             step = self._guarded(step, instruction)
         self.steps.append(step or _unreachable)
         self.control.append(control)
-        self.is_memory.append(control is None and memory_ops.is_memory(instruction.parts))
+        self.is_memory.append(
+            control is None and (memory_ops.is_memory(instruction.parts) or async_ops.is_async(instruction.parts))
+        )
 
     def _guarded(self, step: Step, instruction: Instruction) -> Step:
         guard = instruction.guard
@@ -98,7 +103,7 @@ class Program:
     def _step(self, instruction: Instruction) -> Step | None:
         if instruction.parts[0] == "mov":
             return self._mov(instruction)
-        for family in (memory_ops.build, warp_ops.build):
+        for family in (memory_ops.build, async_ops.build):
             step = family(self, instruction)
             if step is not None:
                 return step
@@ -114,9 +119,9 @@ class Program:
         if len(sources) != len(kinds):
             raise UnknownInstruction(f"{len(sources)} source operands, {len(kinds)} expected")
         reads = [self.operands.read(o, k) for o, k in zip(sources, kinds, strict=True)]
-        function = operation.function
         if len(operation.results) == 2:
             return self._pure_pair(destination, operation, reads)
+        function = cast(Callable[..., Array], operation.function)
         put = self.operands.write(destination, operation.results[0])
         if len(reads) == 1:
             (a,) = reads
@@ -147,8 +152,6 @@ class Program:
         if isinstance(source, Vec):
             return self._pack(destination, source, kind.bits)
         put, get = self.operands.write(destination, kind), self.operands.read(source, kind)
-        if isinstance(source, Reg | Neg | Sym) or kind.kind != "p":
-            return lambda g: put(g, get(g))
         return lambda g: put(g, get(g))
 
     def _unpack(self, destination: Vec, source: Operand, bits: int) -> Step:
@@ -179,11 +182,19 @@ class Program:
         return run
 
 
+def _constant(value: int) -> Callable[[Gang], object]:
+    return lambda g: value
+
+
+def _allocated(name: str) -> Callable[[Gang], object]:
+    return lambda g: g.launch.constants[name].base
+
+
 def _unreachable(g: Gang) -> None:
     raise AssertionError("a control instruction has no step")
 
 
-def _layout(variables: list) -> tuple[dict[str, int], int]:  # type: ignore[type-arg]
+def _layout(variables: list[Variable]) -> tuple[dict[str, int], int]:
     offsets, end = {}, 0
     for variable in variables:
         end = -(-end // variable.align) * variable.align

@@ -8,7 +8,7 @@ import numpy as np
 
 from tests.ptx.allocation import LOCAL_WINDOW, PARAM_WINDOW, SHARED_STRIDE, SHARED_WINDOW, Allocation, check_alignment
 from tests.ptx.errors import OutOfBounds, PtxError, UnknownInstruction
-from tests.ptx.gang import Gang
+from tests.ptx.gang import Cta, Gang
 from tests.ptx.memory_model import Access
 from tests.ptx.number_formats import Array
 
@@ -27,13 +27,13 @@ def words(values: Array, size: int) -> Array:
     return np.ascontiguousarray(values).view(kind).reshape(-1)
 
 
-def load(g: Gang, space: str, addresses: Array, access: Access) -> Array:
-    """Words or void records of access.size bytes, one per active lane."""
+def load(g: Gang, space: str, addresses: Array, access: Access, lanes: Array) -> Array:
+    """Words or void records of access.size bytes, one for each of `lanes`."""
     check_alignment(addresses, access.size)
     if len(addresses) == 0:
         return np.zeros(0, np.dtype((np.void, access.size)))
     pieces = [
-        (where, _load_region(g, region, addresses[where], access, lanes=g.active()[where]))
+        (where, _load_region(g, region, addresses[where], access, lanes=lanes[where]))
         for region, where in _regions(space, addresses)
     ]
     if len(pieces) == 1:
@@ -44,10 +44,10 @@ def load(g: Gang, space: str, addresses: Array, access: Access) -> Array:
     return result
 
 
-def store(g: Gang, space: str, addresses: Array, values: Array, access: Access) -> None:
+def store(g: Gang, space: str, addresses: Array, values: Array, access: Access, lanes: Array) -> None:
     check_alignment(addresses, access.size)
     for region, where in _regions(space, addresses):
-        target, lanes = addresses[where], g.active()[where]
+        target, by = addresses[where], lanes[where]
         if region == "local":
             _local(g, target, access.size)[(target - np.uint64(LOCAL_WINDOW)).astype(np.int64) // access.size] = values[
                 where
@@ -56,7 +56,7 @@ def store(g: Gang, space: str, addresses: Array, values: Array, access: Access) 
             raise OutOfBounds(f"{region} space is read only")
         else:
             for memory, part, offsets in _allocations(g, region, target, access.size):
-                g.machine.memory.write(memory, offsets, values[where][part], access, g.threads[lanes[part]])
+                g.machine.memory.write(memory, offsets, values[where][part], access, g.threads[by[part]])
 
 
 def locate(g: Gang, space: str, address: int, size: int) -> tuple[Allocation, int]:
@@ -114,7 +114,9 @@ def _load_region(g: Gang, region: str, addresses: Array, access: Access, lanes: 
 def _allocations(
     g: Gang, region: str, addresses: Array, size: int
 ) -> Iterator[tuple[Allocation, slice | Array, Array]]:
-    """(allocation, which of the lanes, offsets) for each allocation that the lanes touch."""
+    """(allocation, which of the lanes, offsets) for each allocation that the lanes touch, in the order of its first
+    lane: a replay must not depend on where memory happens to lie.
+    """
     if region == "shared":
         yield from _shared(g, addresses, size)
         return
@@ -126,7 +128,7 @@ def _allocations(
         return
     left = np.ones(len(addresses), np.bool_)
     while left.any():
-        memory = _find(g, int(addresses[left].min()), size, addresses)
+        memory = _find(g, int(addresses[np.argmax(left)]), size, addresses)
         inside = left & (addresses >= np.uint64(memory.base)) & (addresses < np.uint64(memory.end))
         top = int(addresses[inside].max())
         if top + size > memory.end:
@@ -139,7 +141,7 @@ def _find(g: Gang, address: int, size: int, addresses: Array) -> Allocation:
     try:
         return g.machine.addresses.find(address, size)
     except PtxError as error:
-        error.lane = int(np.argmax(addresses == np.uint64(address)))  # type: ignore[attr-defined]
+        error.lane = int(np.argmax(addresses == np.uint64(address)))
         raise
 
 
@@ -153,12 +155,19 @@ def _shared(g: Gang, addresses: Array, size: int) -> Iterator[tuple[Allocation, 
     owner = (stripped >> np.uint64(24)).astype(np.int64)
     for number in np.unique(owner[window]):
         part = np.flatnonzero(window & (owner == number))
-        memory = g.machine.ctas[int(number)].shared
+        memory = _living(g.machine.ctas[int(number)]).shared
         yield memory, part, _bounded(memory, stripped[part] & np.uint64(SHARED_STRIDE - 1), size)
     for number in np.unique(owner[~window]):
         part = np.flatnonzero(~window & (owner == number))
-        memory = g.cta.shared if number == 0 else g.cta.peer(int(number) - 1).shared
+        memory = g.cta.shared if number == 0 else _living(g.cta.peer(int(number) - 1)).shared
         yield memory, part, _bounded(memory, stripped[part] & np.uint64(SHARED_STRIDE - 1), size)
+
+
+def _living(cta: Cta) -> Cta:
+    """A CTA's shared memory lasts as long as any of its threads."""
+    if cta.live == 0:
+        raise OutOfBounds(f"{cta.shared.name} is used after that CTA has left the kernel")
+    return cta
 
 
 def _bounded(memory: Allocation, addresses: Array, size: int) -> Array:
@@ -167,6 +176,6 @@ def _bounded(memory: Allocation, addresses: Array, size: int) -> Array:
     if beyond.any():
         lane = int(np.argmax(beyond))
         error = OutOfBounds(f"{size} bytes at offset {int(offsets[lane])} of {memory.name}, which has {memory.size}")
-        error.lane = lane  # type: ignore[attr-defined]
+        error.lane = lane
         raise error
     return offsets

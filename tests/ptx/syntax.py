@@ -117,6 +117,8 @@ class Kernel:
     variables: list[Variable] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
+    branch_targets: dict[str, list[str]] = field(default_factory=dict)
+    """The tables of brx.idx."""
     required_threads: tuple[int, int, int] | None = None
 
     def short_name(self) -> str:

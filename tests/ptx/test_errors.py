@@ -130,6 +130,13 @@ def test_ctas_that_write_one_place_are_a_race_unless_they_write_the_same() -> No
     assert x.item() == 28
 
 
+def test_lanes_of_one_store_that_collide_are_a_race() -> None:
+    machine = Machine()
+    x = machine.zeros(1, torch.int32)
+    with pytest.raises(DataRace, match=r"thread \d+ and a weak write by"):
+        run("ld.param.u64 %d1, [x]; mov.u32 %r1, %tid.x; st.global.u32 [%d1], %r1;", x, machine=machine)
+
+
 def test_barriers() -> None:
     tid = "mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 16;"
     with pytest.raises(BarrierError, match="different instructions"):

@@ -204,3 +204,49 @@ def test_a_relaxed_atomic_carries_on_a_release_sequence() -> None:
         "B: ld.acquire.sys.global.u32 %r1, [%d2]; setp.ne.u32 %p1, %r1, 2; @%p1 bra B; ld.global.u32 %r2, [%d1]; st.global.u32 [%d3], %r2;"
     )
     assert all(key[2] == 1 for key in outcomes([first, second, third], 100, races="error", results=1))
+
+
+def test_a_flag_may_be_read_plainly_after_its_acquire() -> None:
+    """The release itself is ordered before what follows the acquire."""
+    read = reader(ACQUIRE, "ld.global.u32 %r3, [%d2];")
+    assert stale(writer(RELEASE), read, 20) == 0
+    outcomes([writer(RELEASE), read], 20, races="error", results=1)
+
+
+@pytest.mark.parametrize(
+    ("store", "load", "races"), [("sys", "sys", False), ("gpu", "sys", True), ("sys", "gpu", True)]
+)
+def test_strong_accesses_race_unless_each_scope_includes_the_other_thread(store: str, load: str, races: bool) -> None:
+    write = thread(f"mov.u32 %r1, 1; st.relaxed.{store}.global.u32 [%d2], %r1;")
+    read = thread(f"WAIT: ld.relaxed.{load}.global.u32 %r1, [%d2]; setp.eq.u32 %p1, %r1, 0; @%p1 bra WAIT;")
+    machine = Machine()
+    x, y, out = (machine.zeros(1, torch.int32) for _ in range(3))
+    counts = []
+    for seed in range(10):
+        y.zero_()
+        both = [launch(p, x, y, out, block=1, gpu=i) for i, p in enumerate((write, read))]
+        counts.append(machine.run(both, seed=seed, races="count").races)
+    assert all(counts) if races else not any(counts)
+
+
+def test_a_flag_inside_a_16_byte_packet() -> None:
+    """Data and flag in one vector store arrive together, unless the run is told to tear vectors."""
+    write = thread("mov.u32 %r1, 1; st.relaxed.sys.global.v4.u32 [%d1], {%r1, %r1, %r1, %r1};")
+    read = thread(
+        "WAIT: ld.relaxed.sys.global.v4.u32 {%r1, %r2, %r3, %r4}, [%d1]; setp.eq.u32 %p1, %r4, 0; @%p1 bra WAIT;"
+        "add.u32 %r1, %r1, %r2; add.u32 %r1, %r1, %r3; st.global.u32 [%d3], %r1;"
+    )
+    machine = Machine()
+    x, out = machine.zeros(4, torch.int32), machine.zeros(1, torch.int32)
+
+    def sums(vector_atomic: bool) -> set[int]:
+        seen = set()
+        for seed in range(60):
+            x.zero_()
+            both = [launch(p, x, x, out, block=1, gpu=i) for i, p in enumerate((write, read))]
+            machine.run(both, seed=seed, vector_atomic=vector_atomic)
+            seen.add(out.item())
+        return seen
+
+    assert sums(vector_atomic=True) == {3}
+    assert len(sums(vector_atomic=False)) > 1

@@ -104,6 +104,16 @@ def test_a_bounded_wait_for_a_dead_peer_expires_and_reports() -> None:
     assert run.turns < 20_000
 
 
+def test_many_waiters_expire_too() -> None:
+    """Polling is no progress, however the turns of the waiters are cut."""
+    machine = Machine()
+    flag, report = machine.zeros(1, torch.int32), machine.zeros(1, torch.int32)
+    wait = kernel(BOUNDED_WAIT, ("u64 flag", "u64 report", "u64 limit"))
+    run = machine.run([launch(wait, flag, report, 10_000_000_000, grid=6, block=64)], seed=3)
+    assert report.item() == 77
+    assert run.turns < 20_000
+
+
 def test_a_bounded_wait_for_a_slow_peer_does_not_expire() -> None:
     """Time runs fast only while nobody gets on."""
     machine = Machine()

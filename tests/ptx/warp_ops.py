@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tests.ptx import matrix_ops
 from tests.ptx.errors import UnknownInstruction, WarpSyncError
 from tests.ptx.float_ops import min_max
 from tests.ptx.gang import WARP, Gang, Split
@@ -35,6 +36,9 @@ def build(program: Program, instruction: Instruction) -> Control | None:
         return _synchronous(program, instruction.operands[0], _warp_barrier)
     if parts[0] == "activemask":
         return _activemask(program, instruction)
+    matrices = {"mma": matrix_ops.mma, "ldmatrix": matrix_ops.ldmatrix, "stmatrix": matrix_ops.stmatrix}
+    if parts[0] in matrices:
+        return _synchronous(program, Imm(ALL), matrices[parts[0]](program, instruction))
     family = families.get(parts[0])
     if family is None:
         return None
@@ -141,7 +145,7 @@ def _shfl(program: Program, instruction: Instruction) -> Exchange:
                 error = WarpSyncError(
                     f"lane {int(lane[at])} reads lane {int(source[at])}, which takes no part in the shuffle"
                 )
-                error.lane = int(np.count_nonzero(g.mask[:at]))  # type: ignore[attr-defined]
+                error.lane = int(np.count_nonzero(g.mask[:at]))
                 raise error
             index = inside
         values = np.broadcast_to(get(g), g.lanes)

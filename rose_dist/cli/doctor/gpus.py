@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from rose_dist.cli.doctor.probe import Probe
 
 _QUERY = "index,name,memory.total,compute_cap,pci.bus_id"
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def inspect_gpus(probe: Probe) -> GpuReport:
         cuda=_first(r"CUDA Version:\s*(\S+)", summary),
         gpus=gpus,
         links=_parse_topology(topology or "", len(gpus)),
-        fabric=_first(r"Fabric\s*\n\s*State\s*:\s*(?!N/A)(.+)", details),
+        fabric=_first(r"Fabric\s*\n\s*State\s*:(.+)", details).replace("N/A", ""),
     )
 
 
@@ -69,7 +68,7 @@ def _parse_gpu(line: str) -> Gpu | None:
 
 def _parse_topology(text: str, count: int) -> tuple[tuple[str, ...], ...]:
     """The GPU columns of the rows `GPU0 …`; empty unless there is one for each GPU."""
-    rows = [line.split() for line in _COLOURS.sub("", text).splitlines()]
+    rows = [line.split() for line in text.splitlines()]
     links = [tuple(row[1 : count + 1]) for row in rows if re.fullmatch(r"GPU\d+", row[0] if row else "") and "X" in row]
     return tuple(links) if len(links) == count and all(len(row) == count for row in links) else ()
 

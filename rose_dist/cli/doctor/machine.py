@@ -115,7 +115,7 @@ def _first_line(text: str | None) -> str:
 
 def _harmony_vocabulary() -> str:
     try:
-        from rose_dist.frontend.formats.harmony_vocabulary import find_ranks_file  # noqa: PLC0415
+        from rose_dist.vocabulary import find_ranks_file  # noqa: PLC0415
 
         return str(find_ranks_file())
     except (ImportError, RoseError, OSError):

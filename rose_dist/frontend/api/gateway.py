@@ -25,6 +25,8 @@ from rose_dist.frontend.errors import (
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("rose_dist.frontend.access")
+_POLLED = ("/health", "/metrics")
+"""Asked every few seconds by machines; told only at debug level."""
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _CLIENT_CLOSED = 499
@@ -81,9 +83,11 @@ class Gateway:
     def _record(self, scope: Scope, status: int, seconds: float, request_id: bytes) -> None:
         route = scope.get("route")
         self._service.metrics.http[scope["method"], route.path if route else "other", status] += 1
-        if access_logger.isEnabledFor(logging.INFO):
+        level = logging.DEBUG if scope["path"] in _POLLED else logging.INFO
+        if access_logger.isEnabledFor(level):
             prompt, output = scope.get("rose.tokens", (0, 0))
-            access_logger.info(
+            access_logger.log(
+                level,
                 "%s %s %d %.1f ms, %d prompt and %d output tokens, id %s",
                 scope["method"],
                 scope["path"],
@@ -103,6 +107,8 @@ def _as_api_error(error: Exception) -> ApiError:
         api_error.status = error.status_code
         api_error.headers = dict(error.headers or {})
         return api_error
+    if isinstance(error, RecursionError):  # nothing else here recurses but what follows a request's own nesting
+        return BadRequestError("The request is nested too deeply")
     logger.error("A request failed inside the server", exc_info=error)
     return EngineError("The server failed on this request; its log has the cause")
 

@@ -16,7 +16,7 @@ import msgspec
 
 from rose_dist.frontend.config import FrontendConfig
 from rose_dist.frontend.engine_client import EngineClient
-from rose_dist.frontend.errors import BadRequestError, NotFoundError, UnavailableError
+from rose_dist.frontend.errors import RETRY_AFTER_S, BadRequestError, NotFoundError, OverloadedError, UnavailableError
 from rose_dist.frontend.formats.base import ChatFormat
 from rose_dist.frontend.metrics import Metrics
 from rose_dist.frontend.schema.sampling import GenerationFields
@@ -41,9 +41,16 @@ class Service:
     shared: Path | None = None
     """As in `LaunchSpec`."""
     created: int = field(default_factory=lambda: int(time.time()))
-    draining: bool = False
+    draining_since: float | None = None
+    """When the drain began, as `time.monotonic` counts."""
+    failed: bool = False
+    """The engine has ended, or is about to."""
     active: int = 0
     """HTTP requests being answered."""
+
+    @property
+    def draining(self) -> bool:
+        return self.draining_since is not None
 
     async def beside_the_loop(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """`function`'s result, from a thread where a request is so large that it would hold up all streams."""
@@ -54,12 +61,18 @@ class Service:
     def admit(self) -> None:
         """
         Raises:
-            UnavailableError: the server drains, or a leader has not loaded its model.
+            UnavailableError: the engine has failed, the server drains, or a leader has not loaded its model.
+            OverloadedError: as many requests as are allowed are being answered.
         """
+        if self.failed:
+            raise UnavailableError("The engine has failed")
         if self.draining:
             raise UnavailableError("The server is shutting down")
         if not self.client.ready:
             raise UnavailableError("The model is still loading")
+        limit = self.config.max_active_requests
+        if limit is not None and self.active > limit:  # this request is one of the active ones
+            raise OverloadedError(RETRY_AFTER_S)
 
     def check_model(self, request: GenerationFields) -> None:
         if request.model not in self.config.names:
@@ -79,6 +92,12 @@ class Service:
         if max(prompt) >= self.tokenizer.vocab_size:
             raise BadRequestError(
                 f"{param}: {max(prompt)} is not a token id; ids are 0 to {self.tokenizer.vocab_size - 1}", param=param
+            )
+        if (limit := self.config.max_prompt_tokens) is not None and len(prompt) > limit:
+            raise BadRequestError(
+                f"The prompt has {len(prompt)} tokens; this server takes at most {limit}",
+                param=param,
+                code="context_length_exceeded",
             )
         context, capacity = self.client.max_prompt_room
         for limit, what in ((context, "the model's context"), (capacity, "the KV cache")):

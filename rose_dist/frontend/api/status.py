@@ -1,9 +1,11 @@
-"""Endpoints about the server: models, health, metrics, version."""
+"""Endpoints about the server: models, health, metrics, version, and the page to chat."""
 
 from __future__ import annotations
 
+from importlib.resources import files
+
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 
 import rose_dist
 from rose_dist.frontend.api.http import JsonResponse
@@ -11,6 +13,8 @@ from rose_dist.frontend.api.service import Service
 from rose_dist.frontend.errors import NotFoundError
 from rose_dist.frontend.metrics import CONTENT_TYPE
 from rose_dist.frontend.schema.common import Model, ModelList
+
+_PAGE = files("rose_dist.frontend") / "page" / "index.html"
 
 
 class Status:
@@ -27,9 +31,14 @@ class Status:
         return JsonResponse(self._model(name))
 
     async def health(self, request: Request) -> Response:
-        """200 once every leader has loaded the model, 503 before and while draining."""
+        """200 once every leader has loaded the model, 503 before, while draining and when the engine has failed."""
         service = self._service
-        state = "draining" if service.draining else "ok" if service.client.ready else "loading"
+        if service.failed:
+            state = "failed"
+        elif service.draining:
+            state = "draining"
+        else:
+            state = "ok" if service.client.ready else "loading"
         return JsonResponse({"status": state}, status_code=200 if state == "ok" else 503)
 
     async def metrics(self, request: Request) -> Response:
@@ -37,6 +46,9 @@ class Status:
 
     async def version(self, request: Request) -> Response:
         return JsonResponse({"version": rose_dist.__version__})
+
+    async def page(self, request: Request) -> Response:
+        return HTMLResponse(_PAGE.read_bytes())
 
     def _model(self, name: str) -> Model:
         service = self._service

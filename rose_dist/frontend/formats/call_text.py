@@ -1,4 +1,4 @@
-"""Reads `{"name": …, "arguments": {…}}`, the text of one tool call as Qwen's and Hermes' templates have it."""
+"""Reads the text of one tool call, between its tags."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 from collections.abc import Collection, Sequence
 
 from rose_dist.frontend.formats.base import Delta, TextDelta, ToolCallDelta
+from rose_dist.frontend.formats.call_form import CallForm, name_of
 
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=[{\[])')
 _OUTSIDE = re.compile(r'["{}\[\]]')
 _INSIDE = re.compile(r'["\\]')
 
@@ -21,18 +21,16 @@ class CallText:
     what follows the call's last bracket.
     """
 
-    def __init__(self, index: int, tools: Collection[str], opening: str, closing: str) -> None:
+    def __init__(self, index: int, tools: Collection[str], form: CallForm) -> None:
         """
         Args:
             index: number of the call in the answer.
             tools: names on offer.
-            opening, closing: the tags around the text, shown where it turns out to be content.
         """
         self.is_call = False
         self._index = index
         self._tools = tools
-        self._opening = opening
-        self._closing = closing
+        self._form = form
         self._text = ""
         self._depth = 0
         self._in_string = False
@@ -45,11 +43,12 @@ class CallText:
         if self.is_call:
             return self._arguments(text)
         self._text += text
-        head = _HEAD.match(self._text)
-        if head is None or (name := _loads(head[1])) not in self._tools:
+        head = self._form.head.match(self._text)
+        name = None if head is None else name_of(head)
+        if head is None or name is None or name not in self._tools:
             return ()
         self.is_call = True
-        start = ToolCallDelta(self._index, "", str(name))
+        start = ToolCallDelta(self._index, "", name)
         return [start, *self._arguments(self._text[head.end() :])]
 
     def finish(self, *, closed: bool) -> Sequence[Delta]:
@@ -58,16 +57,17 @@ class CallText:
             closed: the closing tag was there; False where the output was cut short.
         """
         if self.is_call:
-            rest = self._tail.strip().removeprefix("}").strip()
+            rest = self._form.tail.sub("", self._tail, count=1).rstrip()
             return (TextDelta("content", rest),) if rest else ()
         call = _loads(self._text)
-        if isinstance(call, dict) and (name := call.get("name")) in self._tools:
+        if isinstance(call, dict) and isinstance(name := call.get("name"), str) and name in self._tools:
             self.is_call = True
             arguments = call.get("arguments", call.get("parameters"))
             if not isinstance(arguments, str):
                 arguments = json.dumps(arguments or {}, ensure_ascii=False)
-            return [ToolCallDelta(self._index, "", str(name)), ToolCallDelta(self._index, arguments)]
-        return [TextDelta("content", self._opening + self._text + (self._closing if closed else ""))]
+            arguments = arguments.encode("utf-8", "replace").decode()  # JSON's escapes can make half characters
+            return [ToolCallDelta(self._index, "", name), ToolCallDelta(self._index, arguments)]
+        return [TextDelta("content", self._form.opening + self._text + (self._form.closing if closed else ""))]
 
     def _arguments(self, text: str) -> Sequence[Delta]:
         """What of `text` belongs to the arguments: up to the bracket that closes their first one."""
@@ -96,5 +96,5 @@ class CallText:
 def _loads(text: str) -> object:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None

@@ -19,7 +19,8 @@ import jinja2.sandbox
 import msgspec
 
 from rose_dist.frontend.formats.base import ChatParser, Conversation, FormatError, Message, Tool, ToolCall
-from rose_dist.frontend.formats.tagged import END_TOOL_CALL, TOOL_CALL, ReasoningTags, TaggedParser
+from rose_dist.frontend.formats.call_form import CallForm, form_of
+from rose_dist.frontend.formats.tagged import ReasoningTags, TaggedParser
 from rose_dist.frontend.formats.tagged_grammar import tagged_grammar
 from rose_dist.frontend.grammar import token
 from rose_dist.frontend.tokenizer import Detokenizer, Tokenizer
@@ -29,7 +30,7 @@ _SENTINELS = range(0xE000, 0xF900)
 
 
 class JinjaFormat:
-    """A `ChatFormat` over a template; reasoning in `<think>` where the vocabulary has it, calls in `<tool_call>`."""
+    """A `ChatFormat` over a template; reasoning in `<think>` where the vocabulary has it, calls in the model's form."""
 
     name = "jinja"
 
@@ -47,7 +48,8 @@ class JinjaFormat:
             raise FormatError(f"The chat template can't be compiled: {error}") from error
         self._variables = {f"{name}_token": tokenizer.special_token(f"{name}_token") for name in ("bos", "eos", "pad")}
         self._tags = ReasoningTags(tokenizer.added.get("<think>"), tokenizer.added.get("</think>"))
-        self._visible_bytes = tokenizer.visible_with((TOOL_CALL, END_TOOL_CALL))
+        self._form = form_of(tokenizer, template)
+        self._table = _table(tokenizer, self._form)
         self._opens_reasoning = lru_cache(64)(self._probe_reasoning)
 
     def render(self, conversation: Conversation) -> list[int]:
@@ -66,8 +68,9 @@ class JinjaFormat:
 
     def parser(self, conversation: Conversation) -> ChatParser:
         return TaggedParser(
-            Detokenizer(self._visible_bytes),
+            Detokenizer(self._table),
             self._tags,
+            self._form,
             stop_ids=self.stop_ids,
             in_reasoning=self._reasoning_is_open(conversation),
             tools=frozenset(tool.name for tool in conversation.tools),
@@ -77,15 +80,20 @@ class JinjaFormat:
         return tagged_grammar(
             conversation,
             self._tags,
-            call_tags=(self._tag_terminal(TOOL_CALL), self._tag_terminal(END_TOOL_CALL)),
+            form=self._form,
+            terminals=self._terminals,
             stop_ids=self.stop_ids,
             in_reasoning=self._reasoning_is_open(conversation),
         )
 
-    def _tag_terminal(self, tag: str) -> str:
-        """How a grammar writes a tag: as a token where the vocabulary has it."""
-        token_id = self._tokenizer.added.get(tag)
-        return json.dumps(tag) if token_id is None else token(token_id)
+    def _terminals(self, text: str) -> str:
+        """`text` as a grammar writes it: its control tokens as tokens, the rest as strings."""
+        terminals, end = [], 0
+        for match in self._tokenizer.control_pattern.finditer(text):
+            terminals += [json.dumps(text[end : match.start()])] if match.start() > end else []
+            terminals.append(token(self._tokenizer.control[match[0]]))
+            end = match.end()
+        return " ".join([*terminals, *([json.dumps(text[end:])] if end < len(text) else [])])
 
     def _reasoning_is_open(self, conversation: Conversation) -> bool:
         """Whether the generation prompt already opens the reasoning, as templates of reasoning models do."""
@@ -105,8 +113,9 @@ class JinjaFormat:
 
     def _text(self, context: dict[str, Any]) -> str:
         try:
-            return self._template.render(**{**self._variables, **context})
-        except FormatError:
+            text = self._template.render(**{**self._variables, **context})
+            return text.encode("utf-8", "replace").decode()  # escapes in JSON can make half characters
+        except (FormatError, RecursionError):
             raise
         except Exception as error:  # a template is a program: whatever it raises is about this conversation
             raise FormatError(f"The chat template can't render this conversation: {error}") from error
@@ -122,6 +131,15 @@ class JinjaFormat:
         if any(text.endswith(token[:n]) for token in self._tokenizer.control for n in range(1, len(token))):
             text += sentinel
         return text
+
+
+def _table(tokenizer: Tokenizer, form: CallForm) -> list[bytes]:
+    """Bytes of each id as a parser sees them: the tags of calls have text even where they are special tokens."""
+    table = tokenizer.visible_with((form.opening, form.closing, "<｜tool▁sep｜>"))
+    for tag in form.hidden:
+        if tag in tokenizer.added:
+            table[tokenizer.added[tag]] = b""
+    return table
 
 
 Mark = Callable[[str], str]

@@ -1,4 +1,4 @@
-"""Reads output that marks its parts with tags: `<think>…</think>` and `<tool_call>…</tool_call>`."""
+"""Reads output that marks its parts with tags: `<think>…</think>`, and those of its form of tool calls."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rose_dist.frontend.formats.base import Delta, Section, TextDelta
+from rose_dist.frontend.formats.call_form import CallForm
 from rose_dist.frontend.formats.call_text import CallText
 from rose_dist.frontend.stop import StopMatcher
 from rose_dist.frontend.tokenizer import Detokenizer
-
-TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
 
 
 class ReasoningTags(NamedTuple):
@@ -31,6 +30,7 @@ class TaggedParser:
         self,
         detokenizer: Detokenizer,
         tags: ReasoningTags,
+        form: CallForm,
         *,
         stop_ids: frozenset[int],
         in_reasoning: bool,
@@ -44,11 +44,12 @@ class TaggedParser:
         """
         self._detokenizer = detokenizer
         self._tags = tags
+        self._form = form
         self._stop_ids = stop_ids
         self._tools = tools
         self._calls = 0
         self._call: CallText | None = None
-        self._tag = StopMatcher([TOOL_CALL]) if tools else None
+        self._tag = StopMatcher([form.opening]) if tools else None
         """Looks for the next tag: an opening one in content, a closing one in a call."""
         self._text_section: Section = "reasoning" if in_reasoning else "content"
         self._skip_newlines = in_reasoning
@@ -110,7 +111,7 @@ class TaggedParser:
         if tag.matched is None:
             return deltas
         if self._call is None:
-            self._call = CallText(self._calls, self._tools, TOOL_CALL, END_TOOL_CALL)
+            self._call = CallText(self._calls, self._tools, self._form)
             self._text_section = "tool_call"
         else:
             deltas += self._call.finish(closed=True)
@@ -118,5 +119,5 @@ class TaggedParser:
             self._call = None
             self._text_section = "content"
             self._skip_newlines = True
-        self._tag = StopMatcher([END_TOOL_CALL if self._call else TOOL_CALL])
+        self._tag = StopMatcher([self._form.closing if self._call else self._form.opening])
         return [*deltas, *self._take(tag.rest)]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from rose_dist.frontend.formats.base import Conversation, FormatError
+from rose_dist.frontend.formats.call_form import CallForm
 from rose_dist.frontend.formats.tagged import ReasoningTags
 from rose_dist.frontend.grammar import Part, arguments_part, compose, response_part, token
 
@@ -16,19 +16,20 @@ def tagged_grammar(
     conversation: Conversation,
     tags: ReasoningTags,
     *,
-    call_tags: tuple[str, str],
+    form: CallForm,
+    terminals: Callable[[str], str],
     stop_ids: Iterable[int],
     in_reasoning: bool,
 ) -> str | None:
     """`ChatFormat.grammar`: reasoning is free, then comes the required call or the answer.
 
     Args:
-        call_tags: the terminals for the tags around a call.
+        terminals: writes a text as the grammar's terminals, with the tags in it as tokens where they are tokens.
         in_reasoning: the prompt has opened the reasoning.
     """
     parts: list[Part] = []
     if conversation.required_tools:
-        body = _calls(conversation, call_tags, parts)
+        body = _calls(conversation, form, terminals, parts)
     elif conversation.response_format is not None:
         parts.append(response_part("answer", conversation.response_format))
         body = "@answer"
@@ -47,15 +48,14 @@ def _reasoning(tags: ReasoningTags, in_reasoning: bool) -> str:
     return f"({token(tags.opening)} TEXT {token(tags.closing)} GAP)? "
 
 
-def _calls(conversation: Conversation, call_tags: tuple[str, str], parts: list[Part]) -> str:
+def _calls(conversation: Conversation, form: CallForm, terminals: Callable[[str], str], parts: list[Part]) -> str:
     """One call of a required tool; `parts` gets the rules of the arguments."""
     offered = {tool.name: tool for tool in conversation.tools}
-    opening, closing = call_tags
+    before, after = form.written
     calls = []
     for index, name in enumerate(conversation.required_tools):
         if name not in offered:
             raise FormatError(f"tool_choice names {name!r}, which is not among the tools {list(offered)}")
         parts.append(arguments_part(f"arguments_{index}", offered[name]))
-        head = json.dumps(f'\n{{"name": {json.dumps(name)}, "arguments": ')
-        calls.append(f'{opening} {head} @arguments_{index} "}}\\n" {closing}')
+        calls.append(f"{terminals(before % name)} @arguments_{index} {terminals(after)}")
     return " | ".join(calls)

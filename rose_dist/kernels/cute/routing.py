@@ -43,8 +43,8 @@ class Route(jit.Kernel):
     """A warp a token. A lane keeps the keys of some neighbouring experts in registers; k rounds of a warp maximum
     choose, and lane i computes the weight of choice i.
 
-    Every block counts in its shared memory. With few tokens the blocks are one cluster, and each sums a part of the
-    experts over all of them; with many, each block adds its histogram to counts that a launch before has zeroed.
+    Counts of few tokens: one cluster of blocks, a warp for every token, adds into the shared memory of its first block,
+    which writes them. Of many: every block adds its own histogram to counts that a launch before has zeroed.
     """
 
     dtype: torch.dtype
@@ -104,12 +104,35 @@ class Route(jit.Kernel):
             for first in range_constexpr(0, self.experts, threads):
                 if thread + first < self.experts:
                     histogram[thread + first] = Int32(0)
-            cute.arch.sync_threads()
+            self.arrive()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         live = vector.live_rows(live_rows, tokens)
-        # Neighbouring tokens go to different blocks.
-        for token in range(warp * blocks + block, tokens, blocks * self.shape.warps):
+        if const_expr(self.counts and self.shape.cluster > 0):
+            # At most one token a warp, neighbours on different blocks. The zeroes are awaited after the choice only.
+            chosen = self.serve(warp * blocks + block, tokens, live, logits, stride, bias, ids, weights, scale, lane)
+            self.await_all()
+            if chosen >= 0:
+                self.count(histogram, chosen)
+        else:
+            if const_expr(self.counts):
+                self.await_all()
+            for token in range(warp * blocks + block, tokens, blocks * self.shape.warps):
+                chosen = self.serve(token, tokens, live, logits, stride, bias, ids, weights, scale, lane)
+                if const_expr(self.counts):
+                    if chosen >= 0:
+                        self.count(histogram, chosen)
+        if const_expr(self.counts):
+            self.write_counts(histogram, counts, thread, block)
+
+    @cute.jit
+    def serve(
+        self, token: Int32, tokens: Int32, live: Int32, logits: Int64, stride: Int64, bias: Int64, ids: Int64,
+        weights: Int64, scale: Float32, lane: Int32,
+    ) -> Int32:  # fmt: skip
+        """Route one token; returns what this lane has to count, −1 for nothing."""
+        chosen = Int32(-1)
+        if token < tokens:
             chosen, weight = self.choose(logits + Int64(token) * stride * self.dtype.itemsize, bias, lane)
             if token >= live:
                 chosen, weight = Int32(-1), Float32(0.0)
@@ -117,42 +140,44 @@ class Route(jit.Kernel):
                 place = (Int64(token) * self.k + lane) * 4
                 vector.scalar(ids + place, Int32)[0] = chosen
                 vector.scalar(weights + place, Float32)[0] = weight * scale
-                if const_expr(self.counts):
-                    if chosen >= 0:
-                        entry = Uint32(histogram.iterator.toint()) + Uint32(chosen) * Uint32(4)
-                        ptx.add_shared(entry, Uint32(1))
-        if const_expr(self.counts):
-            self.write_counts(histogram, counts, block, thread)
+            else:
+                chosen = Int32(-1)
+        return chosen
 
-    @cute.jit
-    def write_counts(self, histogram: cute.Tensor, counts: Int64, block: Int32, thread: Int32) -> None:
-        """The blocks' histograms to global memory: summed over the cluster and stored, or added by every block."""
-        threads, cluster = self.shape.warps * WARP, self.shape.cluster
-        if const_expr(cluster > 1):
+    def arrive(self) -> None:
+        """Say that this thread's shared memory accesses so far are done."""
+        if self.shape.cluster > 1:
             cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-            share = -(-self.experts // cluster)
-            expert = block * share + thread
-            if (thread < share) & (expert < self.experts):
-                place = Uint32(histogram.iterator.toint()) + Uint32(expert) * Uint32(4)
-                parts = [ptx.load_cluster_shared(place, Uint32(other)) for other in range(cluster)]
-                total = parts[0]
-                for part in parts[1:]:
-                    total = total + part
-                vector.scalar(counts + Int64(expert) * 4, Int32)[0] = Int32(total)
-            # No block may leave while another reads its histogram.
-            cute.arch.cluster_arrive()
+
+    def await_all(self) -> None:
+        """Wait for the arrival of all threads of the cluster, or of the block where there is none."""
+        if self.shape.cluster > 1:
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
-            for first in range_constexpr(0, self.experts, threads):
-                expert = thread + first
-                if expert < self.experts:
-                    place = counts + Int64(expert) * 4
-                    if const_expr(cluster == 1):
+
+    def count(self, histogram: Any, expert: Any) -> None:
+        """One more token for an expert."""
+        place = Uint32(histogram.iterator.toint()) + Uint32(expert) * Uint32(4)
+        if self.shape.cluster > 1:
+            ptx.cluster_add_shared(place, Uint32(0), Uint32(1))
+        else:
+            ptx.add_shared(place, Uint32(1))
+
+    @cute.jit
+    def write_counts(self, histogram: cute.Tensor, counts: Int64, thread: Int32, block: Int32) -> None:
+        """The histogram to global memory: stored by the cluster's first block, or added by every block."""
+        self.arrive()
+        self.await_all()
+        for first in range_constexpr(0, self.experts, self.shape.warps * WARP):
+            expert = thread + first
+            if expert < self.experts:
+                place = counts + Int64(expert) * 4
+                if const_expr(self.shape.cluster > 0):
+                    if block == 0:
                         vector.scalar(place, Int32)[0] = histogram[expert]
-                    elif histogram[expert] != 0:
-                        ptx.add_relaxed(place, Uint32(histogram[expert]), "gpu")
+                elif histogram[expert] != 0:
+                    ptx.add_relaxed(place, Uint32(histogram[expert]), "gpu")
 
     @cute.jit
     def choose(self, logits: Int64, bias: Int64, lane: Int32) -> Any:

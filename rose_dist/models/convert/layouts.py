@@ -10,11 +10,11 @@ import torch
 
 from rose_dist.kernels.mxfp4 import BLOCK, SCALE_NAN, dequantize_mxfp4, quantize_mxfp4
 from rose_dist.models.checkpoint import CheckpointError, read_config
-from rose_dist.models.convert.config import Layout, Weights, layout_of, stored_config
 from rose_dist.models.convert.tensors import Stream, is_expert_matrix, read_checkpoint, weights_of
 from rose_dist.models.convert.writer import DEFAULT_SHARD_BYTES, CheckpointWriter
 from rose_dist.models.gpt_oss_config import GptOssConfig
 from rose_dist.models.gpt_oss_layouts import openai_name
+from rose_dist.models.gpt_oss_spellings import Layout, Weights, layout_of, stored_config
 
 
 def convert_checkpoint(

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from rose_dist.kernels.mxfp4 import BLOCK, MAGNITUDES, SCALE_BIAS
-from rose_dist.models.convert.config import Layout, Weights, stored_config, to_hf
 from rose_dist.models.convert.layouts import experts_as, openai_tensors
 from rose_dist.models.convert.tensors import Stream, is_expert_matrix, matrix_shapes
 from rose_dist.models.convert.writer import DEFAULT_SHARD_BYTES, CheckpointWriter
-from rose_dist.models.gpt_oss_config import ConfigError, GptOssConfig
+from rose_dist.models.gpt_oss_config import GptOssConfig
+from rose_dist.models.gpt_oss_spellings import ConfigError, Layout, Weights, stored_config, to_hf
 
 _RMS_OF_UNIFORM_CODES = math.sqrt(sum(m * m for m in MAGNITUDES) / 8)
 

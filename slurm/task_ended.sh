@@ -1,0 +1,3 @@
+#!/bin/sh
+# Slurm runs this on a task's node when the task has ended, whatever the reason.
+[ "$SLURM_PROCID" != 0 ] || : >"$ROSE_ENDED"
