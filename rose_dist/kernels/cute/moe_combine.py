@@ -63,7 +63,11 @@ class Combine(jit.Kernel):
         """
         threads = Int64(tokens) * self.vectors
         self.kernel(rows, row_stride, slots, weights, ids, bias, first_expert, live_rows, out, tokens).launch(
-            grid=[Int32((threads + (THREADS - 1)) // THREADS), 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
+            grid=[Int32((threads + (THREADS - 1)) // THREADS), 1, 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            use_pdl=True,
+            min_blocks_per_mp=1,  # or the compiler saves registers where loads should be in flight
         )
 
     @cute.kernel
