@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.graphs import captured, copy_rate, time_call
 from rose_dist.comm import all_reduce as comm_all_reduce
-from rose_dist.comm.symmetric_memory import SymmetricMemory
+from rose_dist.comm.symmetric_memory import Region, SymmetricMemory
 from rose_dist.kernels import all_reduce as kernels_all_reduce
 from rose_dist.kernels.all_reduce import AllReduce
 from rose_dist.kernels.moe_combine import combine
@@ -91,12 +91,42 @@ def _rank(rank: int, arguments: argparse.Namespace, answers: Any) -> None:
     os._exit(0)  # peers' teardown must not wait for one another
 
 
+class TorchMemory:
+    """torch's symmetric memory in place of NVSHMEM's, where that can't start."""
+
+    def __init__(self, control: Control, device: torch.device) -> None:
+        self.group, self.device = control, device
+
+    def take(self, size: int) -> Region:
+        import torch.distributed._symmetric_memory as symmetric  # noqa: PLC0415
+
+        local = symmetric.empty(size, dtype=torch.uint8, device=self.device)
+        handle = symmetric.rendezvous(local, dist.group.WORLD.group_name)  # type: ignore[union-attr]
+        local.zero_()
+        torch.cuda.synchronize()
+        self.group.meet()
+        return Region(local, tuple(handle.buffer_ptrs))
+
+
+def memory_of(control: Control, device: torch.device) -> tuple[Any, str]:
+    """NVSHMEM's heap if every rank gets it, and what it is."""
+    try:
+        memory, problem = SymmetricMemory(control, device, HEAP), ""
+    except Exception as error:
+        memory, problem = None, f"{type(error).__name__}: {error}"
+    problems = control.all_gather_objects(problem)
+    if not any(problems):
+        return memory, "NVSHMEM"
+    print(f"no NVSHMEM heap: {problems}", flush=True)
+    return TorchMemory(control, device), "torch symmetric memory"
+
+
 class Bench:
     """One rank's part."""
 
     def __init__(self, control: Control, device: torch.device) -> None:
         self.control, self.device, self.rank, self.ranks = control, device, control.rank, control.size
-        self.memory = SymmetricMemory(control, device, HEAP)
+        self.memory, self.heap = memory_of(control, device)
         self.ours = {(hidden, "ours"): self.all_reduce(hidden) for hidden, _ in SHAPES}
         usual = dict(kernels_all_reduce.ONE_SHOT_BYTES)
         for name, most in (("one shot", 4 << 20), ("two shots", 0)):
@@ -129,7 +159,7 @@ class Bench:
                 rows.append(self.check_sums(hidden, n, kind, budget_s / len(cases) / 3))
             rows.append(self.check_combine(hidden, k, n, budget_s / len(cases) / 3))
         self.check_special_values()
-        return {"checks": rows}
+        return {"checks": rows, "symmetric memory": self.heap}
 
     def replay(
         self, name: str, budget_s: float, refill: Callable[[int], None], graph: Any, wrong: Callable[[], Tensor]

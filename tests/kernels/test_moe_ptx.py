@@ -85,4 +85,6 @@ def test_combine_rounds_products_and_loads_all_rows_before_it_adds(binaries: dic
         before, _ = compiled.ptx.split("mul.rn.f32", 1)
         assert before.count("ld.global.v4.b32") >= min(kernel.top_k, 8)
         in_flight = 4 * min(kernel.top_k, 8)
-        assert binary.facts(compiled).registers >= in_flight + kernel.count + 8, "the assembler keeps the loads together"
+        assert binary.facts(compiled).registers >= in_flight + kernel.count + 8, (
+            "the assembler keeps the loads together"
+        )
