@@ -33,10 +33,10 @@ def inbox_bytes(ranks: int, source_bytes: int) -> int:
 
 
 def two_shot_bytes(ranks: int, slice_bytes: int) -> int:
-    """Of one rank's region for two shots: inbox and outbox of both parities, and the flags of both stages."""
-    return 4 * ranks * slice_bytes + 2 * ranks * MAX_BLOCKS * 4
+    """Of one rank's region for two shots: inbox and outbox, and the flags of both stages."""
+    return 2 * ranks * slice_bytes + 2 * ranks * MAX_BLOCKS * 4
 
 
 def multicast_bytes(size: int) -> int:
     """Of one rank's region for multicast, for tensors of up to `size` bytes, a multiple of 16."""
-    return 4 * size + 2 * MAX_BLOCKS * 4
+    return 2 * size + 2 * MAX_BLOCKS * 4

@@ -44,7 +44,7 @@ class Exchange:
         bound = peers.tensor(torch.tensor([self.live], dtype=torch.int32), rank)
         peers.launch(
             self.kernel, rank, self.on_gpu[rank], bound, self.outs[rank], 8, peers.addresses[rank], self.switch.address,
-            SIZE, self.switch.uses[rank], peers.states[rank], peers.reports[rank], peers.limit, rank, rows, self.blocks,
+            SIZE, self.switch.uses[rank], peers.reports[rank], peers.limit, rank, rows, self.blocks,
         )  # fmt: skip
 
     def launch_all(self) -> None:

@@ -3,12 +3,15 @@
 Everyone pushes each slice to its owner; the owner adds up in rank order in fp32, rounds once, and pushes the result to
 everyone. Block b of one rank deals with block b of the others only, so there is no barrier over the grid.
 
-Region, in every rank's symmetric memory: inbox [2 parities, ranks, slice_bytes] of slices to be added, outbox [2
-parities, ranks, slice_bytes] of sums, then flags u32 [2 stages, ranks, MAX_BLOCKS], which must
-be 0 before the first exchange (`peer_regions.two_shot_bytes`).
+Region, in every rank's symmetric memory: inbox [ranks, slice_bytes] of slices to be added, outbox [ranks, slice_bytes]
+of sums, then flags u32 [2 stages, ranks, MAX_BLOCKS], which must be 0 before the first exchange
+(`peer_regions.two_shot_bytes`).
 Flag [stage][source][block]: written by thread `destination` of that block of rank `source` (release, system scope) with
 the epoch, once the block has pushed its part of the slice; read by the same thread number of the same block of the
-owner of the memory (acquire). It publishes that part. Flags only grow; epoch and parity: see `packets`.
+owner of the memory (acquire). It publishes that part. Flags only grow; epoch: see `packets`.
+Reuse: when a rank has finished an exchange, each of its blocks has waited for the sums of every peer's same block, so
+every peer has read its inbox. And it pushes sums only after every peer has begun the same exchange, so has read its
+outbox of the one before.
 """
 
 from __future__ import annotations
@@ -76,21 +79,18 @@ class TwoShot(jit.Kernel):
         part = (share + (blocks - 1)) // blocks
         begin = block * part + cute.arch.thread_idx()[0]
         end = vector.min_of((block + 1) * part, share)
-        half = Int64(epoch & Uint32(1)) * self.ranks * slice_bytes
-        outbox = 2 * self.ranks * slice_bytes
+        outbox = self.ranks * slice_bytes
         flags = 2 * outbox + Int64(block) * 4
         own = peers[0]
         for other in range_constexpr(1, self.ranks):
             own = Int64(vector.select(rank == other, peers[other], own))
         if cute.arch.thread_idx()[0] == 0:
             passed[0] = Int32(1)
-        self.push(x, peers, half + rank * slice_bytes, share, vectors, begin, end, rank)
+        self.push(x, peers, rank * slice_bytes, share, vectors, begin, end, rank)
         self.meet(peers, own, flags, epoch, passed, limit_ns, report, rank, ADD_STAGE)
-        self.add(
-            x, out, own + half, slice_bytes, peers, outbox + half + rank * slice_bytes, share, vectors, begin, end, rank
-        )
+        self.add(x, out, own, slice_bytes, peers, outbox + rank * slice_bytes, share, vectors, begin, end, rank)
         self.meet(peers, own, flags + self.ranks * MAX_BLOCKS * 4, epoch, passed, limit_ns, report, rank, TAKE_STAGE)
-        self.take(out, own + outbox + half, slice_bytes, share, vectors, begin, end, rank)
+        self.take(out, own + outbox, slice_bytes, share, vectors, begin, end, rank)
         packets.finish_epoch(state, block == 0, blocks, Boolean(True))
 
     @cute.jit
