@@ -5,44 +5,88 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import os
-import signal
+import queue
 import socket
 import sys
+import tempfile
+import threading
 import traceback
-from functools import reduce
-from multiprocessing.connection import Connection
+from collections.abc import Iterator
+from functools import cache, reduce
+from multiprocessing.connection import Connection, answer_challenge
 from typing import Any
 
 import torch
 
+from rose_dist.comm.addresses import reachable_address
 from rose_dist.comm.world import World
+from tests.job import KEY
 
 
-def main(address: str) -> None:
-    faulthandler.register(signal.SIGUSR1)
+def main(port: int) -> None:
+    """`port`: where rank 0's host listens; other ranks are told by rank 0."""
     torch.set_num_threads(1)
     with World.join() as world:
-        link = socket.socket(socket.AF_UNIX)
-        link.connect(address)
-        connection = Connection(link.detach())
-        connection.send((world.rank, os.getpid()))
+        mine = (reachable_address(world.hosts), port, bytes.fromhex(os.environ.get(KEY, "")))
+        host, port, key = world.group.all_gather_objects(mine)[0]
+        connection = Connection(socket.create_connection((host, port)).detach())
+        answer_challenge(connection, key)
+        connection.send(world.rank)
+        for path, module, name, args, ranks in requests(connection):
+            sys.path[:] = path
+            connection.send(call(part(world, ranks), module, name, args))
+
+
+def requests(connection: Connection) -> Iterator[tuple[Any, ...]]:
+    """What to run. A thread receives it, so that a rank that hangs can still be asked what it does."""
+    arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def receive() -> None:
         while True:
             try:
-                path, module, name, args = connection.recv()
-            except EOFError:
+                message = connection.recv()
+            except (EOFError, OSError):
+                arrived.put(None)
                 return
-            sys.path[:] = path
-            connection.send(call(world, module, name, args))
+            if message == "stack":
+                connection.send(("stack", stack()))
+            else:
+                arrived.put(message)
+
+    threading.Thread(target=receive, daemon=True).start()
+    while (request := arrived.get()) is not None:
+        yield request
 
 
-def call(world: World, module: str, name: str, args: tuple[Any, ...]) -> tuple[bool, Any]:
-    """Whether the function returned, and its result or its traceback."""
+def stack() -> str:
+    """What every thread of this rank does."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        return file.read()
+
+
+@cache
+def part(world: World, ranks: int) -> World:
+    """The world that the first `ranks` ranks make; collective over them."""
+    if ranks == world.size:
+        return world
+    from mpi4py import MPI  # noqa: PLC0415
+
+    everybody = MPI.COMM_WORLD
+    part = World(everybody.Create_group(everybody.group.Incl(range(ranks))), None, 60)
+    part.hosts = world.hosts[:ranks]
+    return part
+
+
+def call(world: World, module: str, name: str, args: tuple[Any, ...]) -> tuple[str, Any]:
+    """`result` and what the function returned, or `failure` and its traceback."""
     try:
         function = reduce(getattr, name.split("."), importlib.import_module(module))
-        return True, function(world, *args)
+        return "result", function(world, *args)
     except BaseException:
-        return False, traceback.format_exc()
+        return "failure", traceback.format_exc()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(int(sys.argv[1]))

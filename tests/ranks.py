@@ -1,7 +1,8 @@
 """How tests run code on several ranks: real mpirun, real processes.
 
 `run_ranks(n, function, *args)` calls `function(world, *args)` on n ranks and returns their results. The ranks of each n
-are started once and wait for the next function, so a case costs milliseconds. `mpirun` starts a program of its own.
+are started once and wait for the next function, so a case costs milliseconds. Where pytest itself was started by mpirun
+or srun, the job's ranks are taken, the first n of them: see `tests.job`. `mpirun` starts a program of its own.
 """
 
 from __future__ import annotations
@@ -9,28 +10,35 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, deliver_challenge, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rose_dist.comm.mpi_environment import mpi_environment
+from tests.job import KEY
 
 REPOSITORY = Path(__file__).parent.parent
 START_SECONDS = 60.0
 GRACE_SECONDS = 2.0
 """How long the other ranks get to report after the first failure; mostly they hang in a call that it missed."""
 
+GONE = "the process is gone\n"
+STACK_SECONDS = 2.0
+"""How long a rank gets to say what it does."""
+
 _pools: dict[int, RankPool] = {}
+job: RankPool | None = None
+"""The surrounding job's ranks, if pytest was started by mpirun or srun."""
 
 
 class RankError(AssertionError):
@@ -41,12 +49,17 @@ def run_ranks(n: int, function: Callable[..., Any], *args: Any, timeout: float =
     """`function(world, *args)` on n ranks, and what each returned, by rank.
 
     `function` stands at the top of an importable module; arguments and results are pickled. Raises `RankError` if it
-    raises on a rank or takes longer than `timeout` seconds; the next call gets new ranks then.
+    raises on a rank or takes longer than `timeout` seconds, with what every rank does then. The next call gets new
+    ranks, unless they were those of a surrounding job.
     """
+    if job is not None:
+        if n > job.size:
+            pytest.skip(f"needs {n} ranks, this job has {job.size}")
+        return job.run(n, function, args, timeout)
     if n not in _pools:
         _pools[n] = RankPool(n)
     try:
-        return _pools[n].run(function, args, timeout)
+        return _pools[n].run(n, function, args, timeout)
     except BaseException:
         _pools.pop(n).kill()
         raise
@@ -70,75 +83,95 @@ def mpirun(n: int, *command: str, **options: Any) -> subprocess.Popen[Any]:
 
 
 class RankPool:
-    """The ranks of one mpirun, each behind a connection on which it waits for functions."""
+    """The ranks of one job, each behind a connection on which it waits for functions."""
 
-    def __init__(self, n: int) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        self._output = Path(self._folder.name, "output").open("w+")  # noqa: SIM115  open as long as the pool
+    def __init__(self, size: int, start: Callable[[list[str]], subprocess.Popen[Any]] | None = None) -> None:
+        """`start` runs the command that it is given as rank 0, in a job whose other ranks run it too; default: mpirun
+        on this machine.
+        """
+        self.size = size
+        self._lost = ""
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  open as long as the pool
         self._connections: dict[int, Connection] = {}
-        self._processes: dict[int, int] = {}
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(address := str(Path(self._folder.name, "socket")))
-            listener.listen(n)
+        key = secrets.token_bytes(16)
+        with socket.create_server(("127.0.0.1" if start is None else "", 0), backlog=size) as listener:
             listener.settimeout(0.5)
-            worker = [sys.executable, "-m", "tests.rank_worker", address]
-            self._mpirun = mpirun(n, *worker, stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output)
+            worker = [sys.executable, "-m", "tests.rank_worker", str(listener.getsockname()[1])]
+            os.environ[KEY] = key.hex()
+            self._process = (start or self._start_here)(worker)
+            del os.environ[KEY]
             atexit.register(self.close)
-            deadline = time.monotonic() + START_SECONDS
-            while len(self._connections) < n:
-                try:
-                    connection = Connection(listener.accept()[0].detach())
-                except TimeoutError:
-                    if self._mpirun.poll() is not None or time.monotonic() > deadline:
-                        self.kill()
-                        raise RankError(f"the ranks did not start\n{self._read_output()}") from None
-                else:
-                    rank, process = connection.recv()
-                    self._connections[rank], self._processes[rank] = connection, process
+            self._accept(listener, key)
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
-        for connection in self._connections.values():
-            connection.send((sys.path, function.__module__, function.__qualname__, args))
-        results, failures = self._collect(time.monotonic() + timeout)
-        missing = sorted(self._connections.keys() - results.keys() - failures.keys())
+    def _start_here(self, worker: list[str]) -> subprocess.Popen[Any]:
+        return mpirun(self.size, *worker, stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output)
+
+    def _accept(self, listener: socket.socket, key: bytes) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while len(self._connections) < self.size:
+            try:
+                connection = Connection(listener.accept()[0].detach())
+            except TimeoutError:
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    self.kill()
+                    raise RankError(f"the ranks did not start\n{self._read_output()}") from None
+            else:
+                deliver_challenge(connection, key)
+                self._connections[connection.recv()] = connection
+
+    def run(self, n: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        """On the first `n` ranks."""
+        if self._lost:
+            raise RankError(f"the job's ranks were lost in {self._lost}")
+        connections = {rank: self._connections[rank] for rank in range(n)}
+        for connection in connections.values():
+            connection.send((sys.path, function.__module__, function.__qualname__, args, n))
+        results, failures = self._collect(connections, time.monotonic() + timeout)
+        missing = sorted(connections.keys() - results.keys() - failures.keys())
         if failures or missing:
-            if missing:
-                self._dump_stacks(missing)
+            if missing or GONE in failures.values():
+                self._lost = function.__qualname__
             texts = [f"--- rank {rank} ---\n{text}" for rank, text in sorted(failures.items())]
-            hung = f"ranks {missing} did not finish\n" if missing else ""
-            raise RankError(f"{function.__qualname__}\n{''.join(texts)}{hung}{self._read_output()}")
-        return [results[rank] for rank in sorted(results)]
+            texts += [f"--- rank {rank} did not finish ---\n{self._stack(rank)}" for rank in missing]
+            raise RankError(f"{function.__qualname__}\n{''.join(texts)}{self._read_output()}")
+        return [results[rank] for rank in range(n)]
 
-    def _collect(self, deadline: float) -> tuple[dict[int, Any], dict[int, str]]:
+    def _collect(self, connections: dict[int, Connection], deadline: float) -> tuple[dict[int, Any], dict[int, str]]:
         """Results and tracebacks by rank; ranks that run out of time are in neither."""
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
-        pending = {connection: rank for rank, connection in self._connections.items()}
+        pending = {connection: rank for rank, connection in connections.items()}
         while pending and (left := deadline - time.monotonic()) > 0:
             for connection in wait(list(pending), left):
                 rank = pending.pop(connection)
                 try:
-                    succeeded, value = connection.recv()
+                    kind, value = connection.recv()
                 except (EOFError, ConnectionError):
-                    succeeded, value = False, "the process is gone\n"
-                (results if succeeded else failures)[rank] = value
-                if not succeeded:
+                    kind, value = "failure", GONE
+                (results if kind == "result" else failures)[rank] = value
+                if kind != "result":
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return results, failures
 
-    def _dump_stacks(self, ranks: list[int]) -> None:
-        for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._processes[rank], signal.SIGUSR1)
-        time.sleep(0.5)
+    def _stack(self, rank: int) -> str:
+        """What a rank does that has not finished."""
+        connection = self._connections[rank]
+        with contextlib.suppress(EOFError, ConnectionError):
+            connection.send("stack")
+            while connection.poll(STACK_SECONDS):
+                kind, text = connection.recv()
+                if kind == "stack":
+                    return str(text)
+        return "it does not say what it does\n"
 
     def _read_output(self) -> str:
         self._output.seek(0)
-        return f"--- output of the job ---\n{self._output.read()[-20_000:]}"
+        text = self._output.read()[-20_000:]
+        return f"--- output of the job ---\n{text}" if text else ""
 
     def kill(self) -> None:
         """End the ranks now."""
-        self._mpirun.terminate()
+        self._process.terminate()
         self.close()
 
     def close(self) -> None:
@@ -146,9 +179,9 @@ class RankPool:
         for connection in self._connections.values():
             connection.close()
         try:
-            self._mpirun.wait(10)
+            self._process.wait(1 if self._lost else 10)
         except subprocess.TimeoutExpired:
-            self._mpirun.kill()
+            self._process.kill()
+            self._process.wait()
         atexit.unregister(self.close)
         self._output.close()
-        self._folder.cleanup()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
@@ -14,6 +16,9 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 _KILL_AFTER = 10.0
 """Seconds that mpirun gets to end its ranks once it is told to; it needs half a second."""
+_HOST_LOST = b"PRTE has lost communication with a remote daemon"
+"""What mpirun says when a host is gone. It ends the job then, with exit code 0."""
+_HOST_LOST_CODE = 1
 
 
 def supervise(arguments: Sequence[str], environment: Mapping[str, str], drain_timeout: float) -> int:
@@ -28,9 +33,11 @@ def supervise(arguments: Sequence[str], environment: Mapping[str, str], drain_ti
     child = subprocess.Popen(
         arguments,
         env=dict(environment),
+        stderr=subprocess.PIPE,
         start_new_session=True,
         preexec_fn=_die_with_parent(os.getpid()),  # noqa: PLW1509  this process has one thread
     )
+    copy = _ErrorCopy(child)
     escalation = iter((signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL))
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -47,14 +54,42 @@ def supervise(arguments: Sequence[str], environment: Mapping[str, str], drain_ti
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in previous.items():
             signal.signal(number, handler)
+    if code == 0 and copy.host_lost():
+        return _HOST_LOST_CODE
     return code if code >= 0 else 128 - code
 
 
+class _ErrorCopy:
+    """Passes mpirun's standard error on to this process', and reads it meanwhile."""
+
+    def __init__(self, child: subprocess.Popen[bytes]) -> None:
+        self._lost = False
+        self._thread = threading.Thread(target=self._copy, args=(child,), daemon=True)
+        self._thread.start()
+
+    def _copy(self, child: subprocess.Popen[bytes]) -> None:
+        assert child.stderr is not None
+        for line in child.stderr:
+            self._lost = self._lost or _HOST_LOST in line
+            with contextlib.suppress(OSError):  # nowhere to write to, as on a full disk
+                sys.stderr.buffer.write(line)
+                sys.stderr.buffer.flush()
+
+    def host_lost(self) -> bool:
+        """After mpirun's end."""
+        self._thread.join(1.0)
+        return self._lost
+
+
 def _die_with_parent(parent: int) -> Callable[[], None]:
-    """What mpirun's process does before it becomes mpirun: ask for SIGTERM when its parent dies (prctl(2))."""
+    """What mpirun's process does before it becomes mpirun: ask for SIGTERM when its parent dies (prctl(2)).
+
+    Its standard error goes nowhere then; it must not die of that before it has ended its ranks.
+    """
     prctl = ctypes.CDLL(None, use_errno=True).prctl
 
     def before_exec() -> None:
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             os._exit(1)

@@ -31,8 +31,11 @@ TICK = 0.5
 BEAT = 1.0
 STOPPED = 5.0
 """How long a process may be stopped."""
-SILENT = 15.0
+SILENT = 10.0
 """How long nothing may be heard from another guard. After a break TCP sends again at 3.0, 6.2 and 12.6 s."""
+LAUNCHER = 6.0
+"""What mpirun gets to notice as well that a host is gone (`mpi_environment`). If a rank ends before that, it tells the
+daemon there to end the others, and waits for the answer for a quarter of an hour."""
 SUSPENDED = 3.0
 """A guard that did not run for so long was suspended itself, perhaps with its rank: that says nothing of others."""
 FRONTEND = 2.0
@@ -96,7 +99,9 @@ class Guard:
         self.stall: float | None = None
         self.moved = (0.0, b"")
         self.stopped_since: dict[int, float] = {}
-        self.turn: tuple[float, str] | None = None
+        self.turn: tuple[float, str, float] | None = None
+        self.shared_memory: set[str] = set()
+        """MPI's files, which stay when a rank does not leave in order."""
         self.rank_alive = True
         self.aborted = False
         """The rank, or another, ends the job itself."""
@@ -115,6 +120,7 @@ class Guard:
     def on_stage(self, who: str) -> None:
         self.who = who
         self.send(beat=who)
+        self.shared_memory = shared_memory(self.process)
 
     def on_listen(self, host: str, token: str) -> None:
         self.token = token
@@ -189,14 +195,15 @@ class Guard:
                 self.drop(link)
                 return
 
-    def lose(self, link: Link, why: str) -> None:
+    def lose(self, link: Link, why: str, wait: float = 0.0) -> None:
         self.drop(link)
         if not link.who or self.leaving or self.end_at is not None:
             return
         if self.listener is not None:
-            self.fail(f"{link.who}: {why}")
+            self.fail(f"{link.who}: {why}", wait=wait)
         else:
-            self.turn = (time.monotonic() + TURN * min(self.rank - 1, 3), f"{link.who}: {why}, says {self.who}")
+            turn = time.monotonic() + TURN * min(self.rank - 1, 3)
+            self.turn = (turn, f"{link.who}: {why}, says {self.who}", wait)
 
     def drop(self, link: Link) -> None:
         self.links.remove(link)
@@ -221,9 +228,9 @@ class Guard:
                 self.finish()
             return
         if self.turn is not None and now >= self.turn[0]:
-            self.fail(self.turn[1])
+            self.fail(self.turn[1], wait=self.turn[2])
         for link in [link for link in self.links if now - link.heard > SILENT]:
-            self.lose(link, f"nothing heard for {SILENT:g} s; its host is gone, or the network to it")
+            self.lose(link, f"nothing heard for {SILENT:g} s; its host is gone, or the network to it", LAUNCHER)
         if self.rank_alive:
             self.look_at_rank(now)
 
@@ -245,8 +252,10 @@ class Guard:
             elif now - self.stopped_since.setdefault(process, now) > STOPPED:
                 self.fail(f"{self.who}: {what}stopped for {STOPPED:g} s, as by SIGSTOP")
 
-    def fail(self, message: str, stacks: bool = False) -> None:
-        """Something is wrong with a rank; `message` says with which and what. `stacks`: show what every rank does."""
+    def fail(self, message: str, stacks: bool = False, wait: float = 0.0) -> None:
+        """Something is wrong with a rank; `message` says with which and what. `stacks`: show what every rank does.
+        `wait`: seconds before this rank is killed, besides those that its frontend gets.
+        """
         if self.end_at is not None:
             return
         if self.links and self.listener is None:
@@ -255,9 +264,9 @@ class Guard:
             self.spoken = True
             with contextlib.suppress(OSError):
                 os.write(2, message.encode() + b"\n")
-        self.end(stacks)
+        self.end(stacks, wait)
 
-    def end(self, stacks: bool = False) -> None:
+    def end(self, stacks: bool = False, wait: float = 0.0) -> None:
         if self.end_at is not None:
             return
         if self.listener is not None:
@@ -267,9 +276,9 @@ class Guard:
         for frontend in self.frontends:
             send_signal(frontend, signal.SIGUSR1)
         if self.listener is None and self.links:
-            wait = FRONTEND + 1
+            wait += FRONTEND + 1
         else:
-            wait = FRONTEND if self.frontends or self.aborted else 0.2
+            wait += FRONTEND if self.frontends or self.aborted else 0.2
         self.end_at = time.monotonic() + wait
 
     def finish(self) -> None:
@@ -277,6 +286,9 @@ class Guard:
             send_signal(self.process, signal.SIGKILL)
         for frontend in self.frontends:
             send_signal(frontend, signal.SIGKILL)
+        for path in self.shared_memory:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
         self.done = True
 
 
@@ -286,6 +298,16 @@ def is_stopped(process: int) -> bool:
             return stat.read().rpartition(")")[2].split()[0] == "T"
     except OSError:
         return False
+
+
+def shared_memory(process: int) -> set[str]:
+    """Files in /dev/shm that it has mapped."""
+    try:
+        with open(f"/proc/{process}/maps") as maps:
+            fields = [line.split(maxsplit=5) for line in maps]
+    except OSError:
+        return set()
+    return {field[5].rstrip("\n") for field in fields if len(field) == 6 and field[5].startswith("/dev/shm/")}
 
 
 def send_signal(process: int, number: int) -> None:

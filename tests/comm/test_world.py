@@ -90,7 +90,7 @@ def launch(behaviour: str, folder: Path) -> tuple[int, str]:
         2, sys.executable, str(program), behaviour, str(folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     try:
-        output, _ = job.communicate(timeout=30)
+        output, _ = job.communicate(timeout=60)
     finally:
         job.kill()
     return job.returncode, output.decode()

@@ -53,10 +53,11 @@ class StubConfig(msgspec.Struct, kw_only=True):
 
 
 class Running:
-    def __init__(self, identity: bytes, request: Generate, script: list[int]) -> None:
+    def __init__(self, identity: bytes, request: Generate, script: list[int], max_context: int) -> None:
         self.identity = identity
         self.request = request
         limit = request.max_tokens if request.max_tokens is not None else len(script) + 1
+        limit = min(limit, max_context - len(request.prompt))
         tokens = script[:limit]
         self.finish = "length"
         if len(script) < limit:
@@ -139,7 +140,7 @@ class StubEngine:
         if len(self._running) + len(self._waiting) >= self._config.max_running + self._config.max_waiting:
             self._send_outputs(identity, [Output(request_id=request.request_id, finish="overloaded")])
             return
-        self._waiting.append(Running(identity, request, script))
+        self._waiting.append(Running(identity, request, script, self._config.max_context))
 
     def _cancel(self, identity: bytes, request_id: str) -> None:
         waiting = [running for running in self._waiting if running.request.request_id != request_id]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from rose_dist.models.convert.smollm2 import write_smollm2
+from tests.serve.scripted_model import scripted_model
 from tests.serve.server import REPOSITORY, Server
 
 
@@ -25,3 +26,9 @@ def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     options = ("--kv-tokens", "3000", "--max-running", "8", "--max-waiting", "46", "--max-context", "2500")
     with Server(demo_model, 2, *options, folder=tmp_path_factory.mktemp("server")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def scripted() -> Path:
+    """A model that knows `script.py` by heart; made in half a minute the first time."""
+    return scripted_model(REPOSITORY / ".cache" / "scripted-model")

@@ -100,6 +100,11 @@ class Server:
                 found[int(rank)] = process
         return found
 
+    def shared_memory(self) -> set[Path]:
+        """Files in /dev/shm that the ranks have mapped."""
+        maps = "".join(Path(f"/proc/{process}/maps").read_text() for process in self.ranks().values())
+        return {Path(path) for path in re.findall(r"/dev/shm/\S+", maps)}
+
     def family(self) -> list[int]:
         """This server's processes, down to the last grandchild."""
         children: dict[int, list[int]] = {}

@@ -40,6 +40,8 @@ def test_a_stopped_rank(demo_model: Path, tmp_path: Path, rank: int) -> None:
             model="demo-model", prompt="One", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
         ))  # fmt: skip
         next(stream)
+        shared = server.shared_memory()
+        assert shared
         begun = time.monotonic()
         os.kill(server.ranks()[rank], signal.SIGSTOP)
         with pytest.raises(openai.APIError, match="The engine has failed"):
@@ -47,6 +49,7 @@ def test_a_stopped_rank(demo_model: Path, tmp_path: Path, rank: int) -> None:
                 pass
         who = rf"\[{rank}@HOST\] rank {rank}, stage 'serve'"
         ends_in_time(server, begun, rf"{who}: stopped for 5 s, as by SIGSTOP")
+        assert not any(path.exists() for path in shared)
 
 
 def test_a_stopped_frontend(demo_model: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -83,3 +84,15 @@ def test_ranks_in_an_apptainer_container(cluster: SlurmCluster, tmp_path: Path) 
     assert len(calls) == 2
     assert "exec --bind" in calls[0]
     assert "/models:/models --nv rose.sif" in calls[0]
+
+
+def test_the_test_suite_on_two_nodes(cluster: SlurmCluster, tmp_path: Path) -> None:
+    suite = "tests/comm/test_group.py"
+    job = submit(
+        cluster, tmp_path, "test.sbatch", "-N2", "--ntasks-per-node=2", "--", "-q", suite, "-p", "no:cacheprovider"
+    )
+    cluster.wait_for_state(job, "COMPLETED", seconds=150)
+    suites = ElementTree.parse(tmp_path / f"rose-{job}" / "junit.xml").getroot()[0]
+    assert int(suites.get("tests", 0)) > 10
+    assert (suites.get("failures"), suites.get("errors")) == ("0", "0"), output(tmp_path)
+    assert "4 ranks on 2 hosts" in output(tmp_path)

@@ -30,6 +30,7 @@ def build_app(service: Service) -> ASGIApp:
             Route("/health", status.health),
             Route("/metrics", status.metrics),
             Route("/version", status.version),
+            Route("/openapi.json", status.openapi),
             Route("/", status.page),
         ]
     )

@@ -1,4 +1,4 @@
-"""Endpoints about the server: models, health, metrics, version, and the page to chat."""
+"""Endpoints about the server: models, health, metrics, version, description, and the page to chat."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 import rose_dist
+from rose_dist.frontend.api import openapi
 from rose_dist.frontend.api.http import JsonResponse
 from rose_dist.frontend.api.service import Service
 from rose_dist.frontend.errors import NotFoundError
@@ -46,6 +47,9 @@ class Status:
 
     async def version(self, request: Request) -> Response:
         return JsonResponse({"version": rose_dist.__version__})
+
+    async def openapi(self, request: Request) -> Response:
+        return JsonResponse(openapi.description(self._service.config.names))
 
     async def page(self, request: Request) -> Response:
         return HTMLResponse(_PAGE.read_bytes())
