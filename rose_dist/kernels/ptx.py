@@ -88,6 +88,20 @@ def add_relaxed(address: Any, value: Any, scope: str, *, loc: Any = None, ip: An
 
 
 @dsl_user_op
+def load_relaxed_u64(address: Any, scope: str, *, loc: Any = None, ip: Any = None) -> Any:
+    """u64 at `address`, coherent but unordered."""
+    text = f"ld.relaxed.{_check(scope)}.global.u64 $0, [$1];"
+    return Uint64(_asm(text, "=l,l", T.i64(), Int64(address), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def add_relaxed_u64(address: Any, value: Any, scope: str, *, loc: Any = None, ip: Any = None) -> None:
+    """u64 add without a result or an order."""
+    text = f"red.relaxed.{_check(scope)}.global.add.u64 [$0], $1;"
+    _asm(text, "l,l", None, Int64(address), Uint64(value), loc=loc, ip=ip)
+
+
+@dsl_user_op
 def fetch_add(address: Any, value: Any, scope: str, *, order: str = "acq_rel", loc: Any = None, ip: Any = None) -> Any:
     """u32 add that returns the value before; `order` is "relaxed", "acquire", "release" or "acq_rel"."""
     text = f"atom.{order}.{_check(scope)}.global.add.u32 $0, [$1], $2;"
@@ -150,6 +164,22 @@ def store_16b(address: Any, words: tuple[Any, Any, Any, Any], *, loc: Any = None
     """16 bytes, past L1: for a peer GPU's memory or data that this SM does not read again."""
     text = "st.global.L1::no_allocate.v4.b32 [$0], {$1, $2, $3, $4};"
     _asm(text, "l,r,r,r,r", None, Int64(address), *(Int32(word) for word in words), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def load_packet(address: Any, *, loc: Any = None, ip: Any = None) -> tuple[Any, Any, Any, Any]:
+    """16 bytes that another GPU may be writing with `store_packet`: all of one packet, as hardware does it."""
+    kind = ir.Type.parse("!llvm.struct<(i32,i32,i32,i32)>")
+    text = "ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$4];"
+    words = _asm(text, "=r,=r,=r,=r,l", kind, Int64(address), loc=loc, ip=ip)
+    return _words(words, loc, ip)
+
+
+@dsl_user_op
+def store_packet(address: Any, words: tuple[Any, Any, Any, Any], *, loc: Any = None, ip: Any = None) -> None:
+    """16 bytes that arrive as one in any GPU's memory, so that one word of them can say that the others are there."""
+    text = "st.relaxed.sys.global.v4.b32 [$0], {$1, $2, $3, $4};"
+    _asm(text, "l,r,r,r,r", None, Int64(address), *(Uint32(word) for word in words), loc=loc, ip=ip)
 
 
 def _words(struct: Any, loc: Any, ip: Any) -> tuple[Any, Any, Any, Any]:
@@ -218,6 +248,20 @@ def reciprocal(a: Any, *, loc: Any = None, ip: Any = None) -> Any:
         "fma.rn.f32 error, error, guess, 0f3F800000; fma.rn.f32 $0, guess, error, guess; }"
     )
     return Float32(_asm(text, "=f,f", T.f32(), Float32(a), volatile=False, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def product(a: Any, b: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """a · b in fp32, rounded, and never fused with an addition that follows."""
+    text = "mul.rn.f32 $0, $1, $2;"
+    return Float32(_asm(text, "=f,f,f", T.f32(), Float32(a), Float32(b), volatile=False, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def to_bf16x2(low: Any, high: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """Two fp32 as bf16 in a u32, nearest even."""
+    text = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+    return Uint32(_asm(text, "=r,f,f", T.i32(), Float32(low), Float32(high), volatile=False, loc=loc, ip=ip))
 
 
 @dsl_user_op

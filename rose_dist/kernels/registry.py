@@ -6,16 +6,24 @@ from collections.abc import Iterator
 
 import torch
 
-from rose_dist.kernels import probe
+from rose_dist.kernels import launch, probe
 from rose_dist.kernels.arch import Arch
+from rose_dist.kernels.cute.all_reduce_multicast import Multicast
+from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
+from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
 from rose_dist.kernels.cute.embedding import Embed
+from rose_dist.kernels.cute.moe_combine import VECTOR_BYTES, Combine
+from rose_dist.kernels.cute.moe_dispatch_decode import DispatchDecode
+from rose_dist.kernels.cute.moe_dispatch_prefill import AssignSlots, ScatterRows
 from rose_dist.kernels.cute.qk_norm import QKNormRope
 from rose_dist.kernels.cute.quantize import Dequantize, Quantize, decoded_count
 from rose_dist.kernels.cute.rms_norm import RMSNorm
 from rose_dist.kernels.cute.routing import Route
 from rose_dist.kernels.cute.swiglu import GatedActivation
+from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.formats import FORMATS, FP8, MXFP8, BlockFormat, BlockOutput, Scale, ScaleLayout
 from rose_dist.kernels.jit import Kernel
+from rose_dist.kernels.moe_dispatch import DECODE_THREADS, SCATTER_SHAPE, SPLITS
 from rose_dist.kernels.qk_norm import Rotary
 from rose_dist.kernels.routing import Score
 from rose_dist.kernels.swiglu import Gate
@@ -46,6 +54,18 @@ ROUTES = (
 """Experts, k, rule, groups: GPT-OSS 20b and 120b, Qwen3-MoE, DeepSeek-V3, and the largest that is promised."""
 
 
+MOE_ROWS = (
+    (32, 4, 2880, torch.bfloat16, 0, True),
+    (128, 4, 2880, torch.bfloat16, 0, True),
+    (256, 8, 7168, torch.bfloat16, 0, False),
+    (256, 8, 7168, torch.uint8, 56, False),
+)
+"""Experts, k, hidden, payload, fp32 scales, bias: GPT-OSS 20b and 120b, DeepSeek-V3 in bf16 and in FP8."""
+
+MOE_LAYOUTS = (PackedLayout(), PackedLayout(128), PackedLayout(128, 128))
+"""For own kernels, and DeepGEMM's contiguous and masked layouts."""
+
+
 def kernels(arch: Arch) -> list[Kernel]:
     """All kernels of the registry for one arch, each once."""
     return list(dict.fromkeys(_all(arch)))
@@ -58,6 +78,8 @@ def _all(arch: Arch) -> Iterator[Kernel]:
     yield from _quantizers(arch)
     yield from _routers(arch)
     yield from _embeddings(arch)
+    yield from _moe(arch)
+    yield from _all_reduces(arch)
     yield probe.GridBarriers(arch, repeats=100)
     yield probe.Primitives(arch, multicast=True)
 
@@ -117,6 +139,35 @@ def _routers(arch: Arch) -> Iterator[Kernel]:
             for shape in shapes.variants:
                 dtype = torch.float32 if bias else torch.bfloat16
                 yield Route(arch, dtype, experts, k, score, groups, max(groups // 2, 1), bias, counts, shape, 16)
+
+
+def _moe(arch: Arch) -> Iterator[Kernel]:
+    width = arch.vector_bytes
+    for experts, k, hidden, dtype, scales, bias in MOE_ROWS:
+        row_bytes, scale_bytes = hidden * dtype.itemsize, 4 * scales
+        copied = (width, scale_bytes, launch.widest(arch, scale_bytes))
+        for layout in MOE_LAYOUTS:
+            for splits in SPLITS.variants:
+                yield DispatchDecode(arch, experts, k, row_bytes, *copied, layout, splits, DECODE_THREADS)
+            yield AssignSlots(arch, experts, k, layout, warps=8)
+        yield ScatterRows(arch, k, tile(row_bytes // width, width, SCATTER_SHAPE), *copied)
+        bf16 = torch.bfloat16
+        for accumulate in (False, True):
+            yield Combine(arch, k, hidden, bf16, bf16, bf16 if bias else None, accumulate, VECTOR_BYTES)
+
+
+def _all_reduces(arch: Arch) -> Iterator[Kernel]:
+    bf16 = torch.bfloat16
+    for hidden, k, ranks in ((2880, 4, 2), (2880, 4, 8), (7168, 8, 2), (7168, 8, 8)):
+        source = Combine(arch, k, hidden, bf16, bf16, None, False, VECTOR_BYTES)
+        for norm in (False, True):
+            yield OneShot(arch, ranks, hidden, bf16, None, norm)
+        for accumulate in (False, True):
+            yield OneShot(arch, ranks, hidden, bf16, source, False, accumulate)
+    for ranks in (2, 4, 8):
+        for dtype in (bf16, torch.float32):
+            yield TwoShot(arch, ranks, dtype)
+        yield Multicast(arch, ranks)
 
 
 def _embeddings(arch: Arch) -> Iterator[Kernel]:

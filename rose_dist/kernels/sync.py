@@ -82,12 +82,15 @@ def wait(
                     deadline = now + Uint64(limit_ns)
                 in_time = now < deadline
         if not arrived:
-            _report(report, rank, peer, stage, wanted, seen)
+            report_expired(report, rank, peer, stage, wanted, seen)
     return arrived
 
 
 @cute.jit
-def _report(report: Int64, rank: Int32, peer: Int32, stage: cutlass.Constexpr, wanted: Uint32, seen: Uint32) -> None:
+def report_expired(
+    report: Int64, rank: Int32, peer: Int32, stage: cutlass.Constexpr, wanted: Uint32, seen: Uint32
+) -> None:
+    """Fill the report, unless another wait already has."""
     if ptx.compare_and_swap(report, Uint32(0), Uint32(1), "sys") == 0:
         for i, value in enumerate((Uint32(rank), Uint32(peer), Uint32(stage), wanted, seen)):
             ptx.store_relaxed(report + 4 * (i + 1), value, "sys")

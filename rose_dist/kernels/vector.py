@@ -110,6 +110,11 @@ def max_u32(a: Any, b: Any) -> Any:
     return cutlass.cutlass_dsl.max(a, b)
 
 
+def max_of(a: Any, b: Any) -> Any:
+    """The larger of two integers of one type."""
+    return cutlass.cutlass_dsl.max(a, b)
+
+
 def min_of(a: Any, b: Any) -> Any:
     """The smaller of two integers of one type."""
     return cutlass.cutlass_dsl.min(a, b)

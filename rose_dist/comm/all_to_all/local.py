@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from rose_dist.comm.all_to_all.local_gpu import GpuHandle, GpuOptions, LocalGpu
 from rose_dist.comm.all_to_all.packing import (
     Packing,
     check_combine,
-    check_dispatch,
+    check_live,
     check_out,
+    check_shapes,
     starts,
     weighted_sum,
     write_out,
@@ -24,14 +26,30 @@ class LocalHandle(Handle):
     scales: torch.Tensor | None
     expert_out: torch.Tensor
 
+    def dispatched(self) -> Dispatched:
+        counts = self.packing.counts
+        return Dispatched(
+            x=self.x,
+            scales=self.scales,
+            counts=torch.from_numpy(counts).int(),
+            offsets=torch.from_numpy(starts(counts)),
+            handle=self,
+        )
+
 
 class Local(AllToAll):
-    """The all-to-all of one rank that holds every expert, or those of `local_experts`: other ids are skipped."""
+    """The all-to-all of one rank that holds every expert, or those of `local_experts`: other ids are skipped.
 
-    def __init__(self, config: AllToAllConfig, local_experts: range | None = None) -> None:
+    With `gpu` it also takes tensors of that GPU.
+    """
+
+    def __init__(
+        self, config: AllToAllConfig, local_experts: range | None = None, gpu: GpuOptions | None = None
+    ) -> None:
         self.config = config
         self.local_experts = range(config.num_experts) if local_experts is None else local_experts
         self.rows_sent = 0
+        self.gpu = None if gpu is None else LocalGpu(config, self.local_experts, gpu)
 
     def dispatch_send(
         self,
@@ -40,8 +58,11 @@ class Local(AllToAll):
         *,
         scales: torch.Tensor | None = None,
         rows: torch.Tensor | int | None = None,
-    ) -> LocalHandle:
-        live = check_dispatch(self.config, x, routing, scales, rows)
+    ) -> LocalHandle | GpuHandle:
+        check_shapes(self.config, x, routing, scales)
+        if x.is_cuda:
+            return self._on_gpu().send(self, x, routing, scales, rows)
+        live = check_live(x.shape[0], rows)
         handle = LocalHandle(self, routing, x.shape[0], live)
         handle.packing = Packing.of(routing, live, self.config.num_experts, self.local_experts)
         index = torch.from_numpy(handle.packing.tokens)
@@ -50,30 +71,40 @@ class Local(AllToAll):
         return handle
 
     def dispatch_recv(self, handle: Handle) -> Dispatched:
-        assert isinstance(handle, LocalHandle)
+        assert isinstance(handle, LocalHandle | GpuHandle)
         handle.enter(self, "dispatch_recv")
-        counts = handle.packing.counts
-        return Dispatched(
-            x=handle.x,
-            scales=handle.scales,
-            counts=torch.from_numpy(counts).int(),
-            offsets=torch.from_numpy(starts(counts)),
-            handle=handle,
-        )
+        return handle.dispatched()
 
     def combine_send(self, expert_out: torch.Tensor, dispatched: Dispatched) -> None:
         handle = dispatched.handle
-        assert isinstance(handle, LocalHandle)
+        assert isinstance(handle, LocalHandle | GpuHandle)
         check_combine(self.config, expert_out, dispatched.x.shape[0])
         handle.enter(self, "combine_send")
         handle.expert_out = expert_out
 
     def combine_recv(self, dispatched: Dispatched, *, out: torch.Tensor, accumulate: bool = False) -> None:
         handle = dispatched.handle
-        assert isinstance(handle, LocalHandle)
+        assert isinstance(handle, LocalHandle | GpuHandle)
         check_out(self.config, out, handle.tokens)
         handle.enter(self, "combine_recv")
-        write_out(self.reduce(handle), out, handle.live, accumulate)
+        if isinstance(handle, GpuHandle):
+            self.reduce_on_gpu(handle, out, accumulate)
+        else:
+            write_out(self.reduce(handle), out, handle.live, accumulate)
+
+    def check(self) -> None:
+        """Raise `WaitExpiredError` if a kernel on the GPU has waited in vain; to be called once a step, after it."""
+        if self.gpu is not None:
+            self.gpu.check()
+
+    def reduce_on_gpu(self, handle: GpuHandle, out: torch.Tensor, accumulate: bool) -> None:
+        """Leave the weighted sums over all experts in `out`."""
+        self._on_gpu().combine(handle, out, accumulate)
+
+    def _on_gpu(self) -> LocalGpu:
+        if self.gpu is None:
+            raise ValueError("this all-to-all was built for CPU tensors: give it GpuOptions")
+        return self.gpu
 
     def reduce(self, handle: LocalHandle) -> torch.Tensor:
         """[live, hidden] fp32: the weighted sums over this rank's experts."""

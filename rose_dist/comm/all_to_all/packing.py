@@ -25,6 +25,12 @@ def check_dispatch(
     rows: torch.Tensor | int | None,
 ) -> int:
     """The number of live rows. Raises `ValueError` for whatever construction doesn't allow."""
+    check_shapes(config, x, routing, scales)
+    return check_live(x.shape[0], rows)
+
+
+def check_shapes(config: AllToAllConfig, x: torch.Tensor, routing: Routing, scales: torch.Tensor | None) -> None:
+    """Raise `ValueError` for shapes or dtypes that construction doesn't allow."""
     tokens = x.shape[0]
     if tokens > config.max_tokens:
         raise ValueError(f"{tokens} tokens are more than the {config.max_tokens} that this all-to-all was built for")
@@ -37,6 +43,10 @@ def check_dispatch(
         )
     if scales is not None:
         _expect("scales", scales, (tokens, config.scale_dim), config.scale_dtype)
+
+
+def check_live(tokens: int, rows: torch.Tensor | int | None) -> int:
+    """The number of live rows of `tokens`, read on the host."""
     live = tokens if rows is None else int(rows)
     if not 0 <= live <= tokens:
         raise ValueError(f"rows is 0 to the {tokens} rows of x, got {live}")

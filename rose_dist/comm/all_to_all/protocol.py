@@ -89,7 +89,9 @@ class Dispatched:
     """
 
     x: torch.Tensor
-    """[rows, hidden] as dispatched. It may hold padding rows between experts, of any value."""
+    """[rows, hidden] as dispatched. It may hold padding rows between experts and, on a GPU, behind the last one: rows
+    is then what the tokens could fill at most. Their values are any.
+    """
     scales: torch.Tensor | None
     """[rows, scale_dim], or None if the construction has none."""
     counts: torch.Tensor
@@ -127,7 +129,8 @@ class AllToAll(Protocol):
         or a tensor of one element): rows beyond it are neither sent nor written by `combine`.
 
         Raises `ValueError` for more tokens than `config.max_tokens`, for other shapes or dtypes than the
-        construction's, and for ids outside −1 … num_experts − 1.
+        construction's, and for ids outside −1 … num_experts − 1. On a GPU, `rows` as a tensor is int32 there, it is not
+        checked, and ids outside that range are skipped: nothing is read on the host.
         """
         return self.dispatch_recv(self.dispatch_send(x, routing, scales=scales, rows=rows))
 

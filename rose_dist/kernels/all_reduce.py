@@ -1,0 +1,215 @@
+"""All-reduce between the GPUs of one NVLink domain: one shot for little, two shots for much."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rose_dist.kernels import checks, jit, launch, moe_combine, peer_regions
+from rose_dist.kernels.moe_dispatch import LIMIT_NS
+from rose_dist.kernels.peer_regions import MAX_BLOCKS, MAX_RANKS, PACKET_BYTES, STAGES
+
+if TYPE_CHECKING:
+    from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
+    from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
+
+ONE_SHOT_BYTES = {2: 1 << 20, 3: 1 << 19, 4: 1 << 18}
+"""Largest tensor that one shot serves, by ranks; more ranks: 128 KB. Two shots send less, but wait twice."""
+MAX_STAGED = 12_000
+"""Longest row that combine and all-reduce in one launch serve: it is held in shared memory, in fp32, of which 48 KB are
+static."""
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What all ranks must give alike."""
+
+    ranks: int
+    hidden: int
+    dtype: torch.dtype
+    max_rows: int
+    sms: int
+    """Of the smallest GPU."""
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.ranks <= MAX_RANKS:
+            raise checks.fail("ranks", f"is {self.ranks}; must be 2 … {MAX_RANKS}")
+        if self.dtype not in DTYPES:
+            raise checks.fail("dtype", f"is {self.dtype}; allowed: {', '.join(map(str, DTYPES))}")
+        checks.multiple("the row size", self.hidden * self.dtype.itemsize, 16, "rows travel 16 bytes at a time")
+
+    @property
+    def one_shot_rows(self) -> int:
+        """Rows up to which one shot serves."""
+        most = ONE_SHOT_BYTES.get(self.ranks, 1 << 17)
+        return min(self.max_rows, most // (self.hidden * self.dtype.itemsize))
+
+    @property
+    def combine_rows(self) -> int:
+        """Tokens up to which combine and all-reduce are one launch; what travels is fp32."""
+        most = ONE_SHOT_BYTES.get(self.ranks, 1 << 17) if self.hidden <= MAX_STAGED else 0
+        return min(self.max_rows, most // (self.hidden * 4))
+
+    @property
+    def source_bytes(self) -> int:
+        """Of one sender's part of a one-shot inbox."""
+        rows = peer_regions.packets(self.hidden * self.dtype.itemsize // 4) * self.one_shot_rows
+        return max(rows, peer_regions.packets(self.hidden) * self.combine_rows, 1) * PACKET_BYTES
+
+    @property
+    def slice_bytes(self) -> int:
+        """Of one rank's slice of a two-shot exchange of `max_rows` fp32 rows."""
+        vectors = -(-self.max_rows * self.hidden * 4 // 16)
+        return -(-vectors // self.ranks) * 16
+
+    @property
+    def inbox_bytes(self) -> int:
+        """Where the two-shot region starts in a rank's region."""
+        return peer_regions.inbox_bytes(self.ranks, self.source_bytes)
+
+    @property
+    def region_bytes(self) -> int:
+        """Of symmetric memory that every rank provides, zeroed."""
+        return self.inbox_bytes + peer_regions.two_shot_bytes(self.ranks, self.slice_bytes)
+
+
+class AllReduce:
+    """Sums over the ranks; all make the same calls in the same order, on one stream each. Fit for CUDA graphs.
+
+    Sums are in fp32, in rank order, rounded once, so the bits are the same on every rank and in every run.
+    """
+
+    def __init__(
+        self, sizes: Sizes, device: torch.device, rank: int, regions: tuple[int, ...],
+        limit_ns: int = LIMIT_NS,
+    ) -> None:  # fmt: skip
+        """`regions`: the address, on this device, of each rank's region of `sizes.region_bytes` zeroed bytes. No rank
+        may call before all have zeroed theirs.
+        """
+        from rose_dist.kernels import sync  # noqa: PLC0415 - it loads the compiler
+
+        self.sizes, self.rank = sizes, rank
+        self.report = sync.WaitReport(STAGES)
+        self._state = torch.empty(1, dtype=torch.int64, device=device).zero_()
+        self._arch = launch.device(self._state).arch
+        padding = (0,) * (MAX_RANKS - sizes.ranks)
+        self._inboxes = (*regions, *padding)
+        self._regions = (*(region + sizes.inbox_bytes for region in regions), *padding)
+        self._tail = (self._state.data_ptr(), self.report.address, limit_ns, rank)
+        self._scratch = torch.empty(sizes.max_rows, sizes.hidden, dtype=torch.float32, device=device)
+        self._first_slots = torch.empty(sizes.max_rows, 1, dtype=torch.int32, device=device)
+        self._first_slots[:, 0] = torch.arange(sizes.max_rows, dtype=torch.int32)
+        self._ones = torch.empty(sizes.max_rows, 1, dtype=torch.float32, device=device).fill_(1.0)
+        for norm in (False, True):
+            _load(self._one_shot_kernel(norm))
+        for dtype in {sizes.dtype, torch.float32}:
+            _load(self._two_shot_kernel(dtype))
+
+    def check(self) -> None:
+        """Raise `WaitExpiredError` if a kernel has waited in vain; reads host memory only."""
+        self.report.check()
+
+    def __call__(self, x: Tensor, out: Tensor | None = None, *, live_rows: Tensor | None = None) -> Tensor:
+        """The sum of all ranks' `x` [rows, hidden], rows up to `live_rows` (int32 [1]), in `out`, which may be `x`."""
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+        rows = self._check(x, out)
+        if rows > self.sizes.one_shot_rows:
+            self._two_shot(x, out, rows, live_rows)
+        elif rows:
+            self._one_shot(self._one_shot_kernel(False), out, (x, live_rows, out, 0, 0, 0, 0.0), (0,) * 6, rows)
+        return out
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, live_rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """`add_rms_norm(all_reduce(x), residual, weight)` in one launch, and the new residual; None for more rows than
+        that serves: make two calls then.
+        """
+        out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+        rows = self._check(x, residual)
+        if rows > self.sizes.one_shot_rows:
+            return None
+        checks.dtype("weight", weight, x.dtype)
+        checks.shape("weight", weight, self.sizes.hidden)
+        if rows:
+            self._one_shot(
+                self._one_shot_kernel(True), out, (x, live_rows, out, residual, total, weight, eps), (0,) * 6, rows
+            )
+        return out, total
+
+    def combine(
+        self, expert_rows: Tensor, slots: Tensor, weights: Tensor, out: Tensor, *, tokens: int,
+        accumulate: bool = False, live_rows: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """`moe_combine.combine` of every rank's experts, then the sum over ranks, both in fp32."""
+        sizes, top_k = self.sizes, slots.shape[1]
+        if tokens > sizes.combine_rows:
+            scratch = self._scratch[:tokens]
+            moe_combine.combine(expert_rows, slots, weights, scratch, tokens=tokens, live_rows=live_rows)
+            self._two_shot(scratch, scratch, tokens, live_rows)
+            moe_combine.combine(
+                scratch, self._first_slots[:tokens], self._ones[:tokens], out, tokens=tokens, accumulate=accumulate,
+                live_rows=live_rows,
+            )  # fmt: skip
+        elif tokens:
+            kernel = self.combine_kernel(expert_rows.dtype, top_k, out.dtype, accumulate)
+            source = (expert_rows.stride(0), slots, weights, 0, 0, 0)
+            self._one_shot(kernel, out, (expert_rows, live_rows, out, 0, 0, 0, 0.0), source, tokens)
+
+    def combine_kernel(self, dtype: torch.dtype, top_k: int, out_dtype: torch.dtype, accumulate: bool) -> OneShot:
+        """Loaded, so that a later `combine` may be captured."""
+        from rose_dist.kernels.cute.all_reduce_one_shot import OneShot  # noqa: PLC0415 - it loads the compiler
+        from rose_dist.kernels.cute.moe_combine import VECTOR_BYTES, Combine  # noqa: PLC0415
+
+        source = Combine(self._arch, top_k, self.sizes.hidden, dtype, out_dtype, None, False, VECTOR_BYTES)
+        kernel = OneShot(self._arch, self.sizes.ranks, self.sizes.hidden, out_dtype, source, False, accumulate)
+        _load(kernel)
+        return kernel
+
+    def _one_shot_kernel(self, norm: bool) -> OneShot:
+        from rose_dist.kernels.cute.all_reduce_one_shot import OneShot  # noqa: PLC0415 - it loads the compiler
+
+        return OneShot(self._arch, self.sizes.ranks, self.sizes.hidden, self.sizes.dtype, None, norm)
+
+    def _two_shot_kernel(self, dtype: torch.dtype) -> TwoShot:
+        from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot  # noqa: PLC0415 - it loads the compiler
+
+        return TwoShot(self._arch, self.sizes.ranks, dtype)
+
+    def _check(self, x: Tensor, other: Tensor) -> int:
+        checks.dtype("x", x, self.sizes.dtype)
+        checks.shape("x", x, None, self.sizes.hidden)
+        checks.dense("x", x)
+        checks.dense("residual or out", other)
+        rows = x.shape[0]
+        if rows > self.sizes.max_rows:
+            raise checks.fail("x", f"has {rows} rows; this all-reduce was built for {self.sizes.max_rows}")
+        return rows
+
+    def _one_shot(
+        self, kernel: OneShot, on: Tensor, tensors: tuple[object, ...], source: tuple[object, ...], rows: int
+    ) -> None:
+        blocks = min(rows, self.sizes.sms)
+        launch.run(
+            _load(kernel), on, *tensors, *source, *self._inboxes, self.sizes.source_bytes, *self._tail, rows, blocks
+        )
+
+    def _two_shot(self, x: Tensor, out: Tensor, rows: int, live_rows: Tensor | None) -> None:
+        kernel = self._two_shot_kernel(x.dtype)
+        row_vectors = self.sizes.hidden * x.element_size() // 16
+        share = -(-rows * row_vectors // self.sizes.ranks)
+        blocks = max(1, min(self.sizes.sms, MAX_BLOCKS, -(-share // kernel.threads)))
+        launch.run(
+            _load(kernel), out, x, live_rows, out, row_vectors, *self._regions, self.sizes.slice_bytes, *self._tail,
+            rows, blocks,
+        )  # fmt: skip
+
+
+@cache
+def _load(kernel: jit.Kernel) -> jit.Launcher:
+    return jit.load(kernel)

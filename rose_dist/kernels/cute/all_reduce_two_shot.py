@@ -1,0 +1,176 @@
+"""All-reduce of larger tensors over NVLink in one launch: every rank adds up its slice, and hands the sums round.
+
+Everyone pushes each slice to its owner; the owner adds up in rank order in fp32, rounds once, and pushes the result to
+everyone. Block b of one rank deals with block b of the others only, so there is no barrier over the grid.
+
+Region, in every rank's symmetric memory: inbox [ranks, slice_bytes] of slices to be added, outbox [ranks, slice_bytes]
+of sums, then flags u32 [2 stages, ranks, MAX_BLOCKS], which must be 0 before the first exchange
+(`peer_regions.two_shot_bytes`).
+Flag [stage][source][block]: written by thread `destination` of that block of rank `source` (release, system scope) with
+the epoch, once the block has pushed its part of the slice; read by the same thread number of the same block of the
+owner of the memory (acquire). It publishes that part. Flags only grow; epoch: see `packets`.
+Reuse: when a rank has finished an exchange, each of its blocks has waited for the sums of every peer's same block, so
+every peer has read its inbox. And it pushes sums only after every peer has begun the same exchange, so has read its
+outbox of the one before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rose_dist.kernels import jit, ptx, sync, vector
+from rose_dist.kernels.cute import packets
+from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, cute, cutlass, range_constexpr
+from rose_dist.kernels.peer_regions import ADD_STAGE, MAX_BLOCKS, TAKE_STAGE
+
+UNROLL = 4
+VECTOR_BYTES = 16
+
+
+@dataclass(frozen=True)
+class TwoShot(jit.Kernel):
+    """The grid must be co-resident and of one size on all ranks, at most `MAX_BLOCKS`. dtype: bf16 or fp32."""
+
+    ranks: int
+    dtype: torch.dtype
+    threads: int = 512
+
+    @property
+    def count(self) -> int:
+        """Elements of a vector."""
+        return VECTOR_BYTES // self.dtype.itemsize
+
+    @cute.jit
+    def __call__(
+        self, x: Int64, live_rows: Int64, out: Int64, row_vectors: Int32,
+        peer0: Int64, peer1: Int64, peer2: Int64, peer3: Int64, peer4: Int64, peer5: Int64, peer6: Int64, peer7: Int64,
+        slice_bytes: Int64, state: Int64, report: Int64, limit_ns: Int64, rank: Int32, rows: Int32, blocks: Int32,
+        stream: Stream,
+    ) -> None:  # fmt: skip
+        """Addresses: x and out [rows, row_vectors · 16 bytes], which may be the same; live_rows int32 [1] or 0. peer0 …
+        are the ranks' regions, this rank's among them.
+        """
+        self.kernel(
+            x, live_rows, out, row_vectors, peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7, slice_bytes, state,
+            report, limit_ns, rank, rows,
+        ).launch(
+            grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, x: Int64, live_rows: Int64, out: Int64, row_vectors: Int32,
+        peer0: Int64, peer1: Int64, peer2: Int64, peer3: Int64, peer4: Int64, peer5: Int64, peer6: Int64, peer7: Int64,
+        slice_bytes: Int64, state: Int64, report: Int64, limit_ns: Int64, rank: Int32, rows: Int32,
+    ) -> None:  # fmt: skip
+        block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        peers = [peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7][: self.ranks]
+        passed = cute.make_tensor(cute.arch.alloc_smem(Int32, 1), cute.make_layout(1))
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        live = vector.live_rows(live_rows, rows)
+        ptx.exit_if(live == 0)  # no exchange, so no epoch
+        epoch = packets.current_epoch(state)
+        vectors = live * row_vectors
+        share = (vectors + (self.ranks - 1)) // self.ranks
+        part = (share + (blocks - 1)) // blocks
+        begin = block * part + cute.arch.thread_idx()[0]
+        end = vector.min_of((block + 1) * part, share)
+        outbox = self.ranks * slice_bytes
+        flags = 2 * outbox + Int64(block) * 4
+        own = peers[0]
+        for other in range_constexpr(1, self.ranks):
+            own = Int64(vector.select(rank == other, peers[other], own))
+        if cute.arch.thread_idx()[0] == 0:
+            passed[0] = Int32(1)
+        self.push(x, peers, rank * slice_bytes, share, vectors, begin, end, rank)
+        self.meet(peers, own, flags, epoch, passed, limit_ns, report, rank, ADD_STAGE)
+        self.add(x, out, own, slice_bytes, peers, outbox + rank * slice_bytes, share, vectors, begin, end, rank)
+        self.meet(peers, own, flags + self.ranks * MAX_BLOCKS * 4, epoch, passed, limit_ns, report, rank, TAKE_STAGE)
+        self.take(out, own + outbox, slice_bytes, share, vectors, begin, end, rank)
+        packets.finish_epoch(state, block == 0, blocks, Boolean(True))
+
+    @cute.jit
+    def push(
+        self,
+        x: Int64,
+        peers: list[Any],
+        offset: Int64,
+        share: Int32,
+        vectors: Int32,
+        begin: Int32,
+        end: Int32,
+        rank: Int32,
+    ) -> None:
+        """Each of the others' slices to its owner."""
+        for owner in range_constexpr(self.ranks):
+            if rank != owner:
+                stop = vector.min_of(end, vectors - owner * share)
+                for at in cutlass.range(begin, stop, self.threads, unroll=UNROLL):
+                    words = ptx.load_16b(x + (Int64(owner * share) + at) * VECTOR_BYTES)
+                    ptx.store_16b(peers[owner] + offset + Int64(at) * VECTOR_BYTES, words)
+
+    @cute.jit
+    def meet(
+        self, peers: list[Any], own: Int64, flags: Int64, epoch: Uint32, passed: cute.Tensor, limit_ns: Int64,
+        report: Int64, rank: Int32, stage: cutlass.Constexpr,
+    ) -> None:  # fmt: skip
+        """This block's writes to everyone's same block, and theirs to this one. After a wait that expired, none."""
+        cute.arch.sync_threads()
+        for peer in range_constexpr(self.ranks):
+            if (cute.arch.thread_idx()[0] == peer) & (rank != peer):
+                ptx.store_release(peers[peer] + flags + Int64(rank) * (MAX_BLOCKS * 4), epoch, "sys")
+                if passed[0] != 0:
+                    there = sync.wait(
+                        own + flags + peer * MAX_BLOCKS * 4, epoch, "sys", limit_ns, report, rank, Int32(peer), stage
+                    )
+                    if not there:
+                        passed[0] = Int32(0)
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def add(
+        self, x: Int64, out: Int64, inbox: Int64, slice_bytes: Int64, peers: list[Any], offset: Int64, share: Int32,
+        vectors: Int32, begin: Int32, end: Int32, rank: Int32,
+    ) -> None:  # fmt: skip
+        """The sums of this rank's slice, to `out` and to everyone."""
+        first = Int64(rank) * share
+        stop = vector.min_of(end, vectors - rank * share)
+        for at in cutlass.range(begin, stop, self.threads, unroll=2):
+            loaded = []
+            for source in range_constexpr(self.ranks):
+                here = x + (first + at) * VECTOR_BYTES
+                there = inbox + source * slice_bytes + Int64(at) * VECTOR_BYTES
+                loaded.append(ptx.load_16b(Int64(vector.select(rank == source, here, there))))
+            words = self.sum(loaded)
+            ptx.store_16b(out + (first + at) * VECTOR_BYTES, words)
+            for peer in range_constexpr(self.ranks):
+                if rank != peer:
+                    ptx.store_16b(peers[peer] + offset + Int64(at) * VECTOR_BYTES, words)
+
+    def sum(self, loaded: Any) -> Any:
+        """Four words that hold the rounded sums, in rank order, of the words' elements."""
+        words = []
+        for i in range(4):
+            parts = [packets.widen(Uint32(vector_[i]), self.dtype) for vector_ in loaded]
+            total = parts[0]
+            for part in parts[1:]:
+                total = [a + b for a, b in zip(total, part, strict=True)]
+            words.append(packets.narrow(total, self.dtype))
+        return tuple(words)
+
+    @cute.jit
+    def take(
+        self, out: Int64, outbox: Int64, slice_bytes: Int64, share: Int32, vectors: Int32, begin: Int32, end: Int32,
+        rank: Int32,
+    ) -> None:  # fmt: skip
+        """The others' sums to `out`."""
+        for owner in range_constexpr(self.ranks):
+            if rank != owner:
+                stop = vector.min_of(end, vectors - owner * share)
+                for at in cutlass.range(begin, stop, self.threads, unroll=UNROLL):
+                    words = ptx.load_16b(outbox + owner * slice_bytes + Int64(at) * VECTOR_BYTES)
+                    ptx.store_16b(out + (Int64(owner * share) + at) * VECTOR_BYTES, words)

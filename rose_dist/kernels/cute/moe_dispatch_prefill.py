@@ -1,0 +1,216 @@
+"""MoE dispatch of many tokens on one GPU in two launches: one assigns slots, a wide one copies.
+
+`AssignSlots` is a stable counting sort over a few blocks. Each warp walks its own run of pairs twice, first to count,
+then to number them; between the two, blocks exchange their histograms behind a grid barrier.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rose_dist.kernels import jit, ptx, vector
+from rose_dist.kernels.cute.expert_slots import copy_bytes, local_expert, scan_starts, shared_integers
+from rose_dist.kernels.cute.phase_barrier import phase_barrier
+from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, const_expr, cute, cutlass, range_constexpr
+from rose_dist.kernels.expert_slots import PackedLayout
+from rose_dist.kernels.peer_regions import ASSIGN_STAGE
+from rose_dist.kernels.variants import WARP, RowTiling
+
+
+@dataclass(frozen=True)
+class AssignSlots(jit.Kernel):
+    """`warps` a block; the grid must be co-resident, one block an SM at most."""
+
+    experts: int
+    top_k: int
+    layout: PackedLayout
+    warps: int
+
+    @property
+    def threads(self) -> int:
+        """Threads a block."""
+        return self.warps * WARP
+
+    @cute.jit
+    def __call__(
+        self, ids: Int64, live_rows: Int64, slots: Int64, counts: Int64, offsets: Int64, histograms: Int64,
+        barrier: Int64, report: Int64, limit_ns: Int64, first_expert: Int32, tokens: Int32, blocks: Int32, rank: Int32,
+        stream: Stream,
+    ) -> None:  # fmt: skip
+        """Addresses: ids int32 [tokens, top_k], live_rows int32 [1] or 0; written are slots int32 [tokens, top_k] of
+        live tokens (−1: none), counts int32 [experts] and offsets int64 [experts + 1]. histograms: int32 [blocks,
+        experts], scratch. barrier: u32 of `phase_barrier`.
+        """
+        self.kernel(
+            ids, live_rows, slots, counts, offsets, histograms, barrier, report, limit_ns, first_expert, tokens, rank
+        ).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, cooperative=True)  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, ids: Int64, live_rows: Int64, slots: Int64, counts: Int64, offsets: Int64, histograms: Int64,
+        barrier: Int64, report: Int64, limit_ns: Int64, first_expert: Int32, tokens: Int32, rank: Int32,
+    ) -> None:  # fmt: skip
+        thread, block, blocks = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        walked, totals = shared_integers(self.warps * self.experts), shared_integers(self.warps)
+        counted, starts, passed = shared_integers(self.experts), shared_integers(self.experts + 1), shared_integers(1)
+        for at in range(thread, self.warps * self.experts, self.threads):
+            walked[at] = Int32(0)
+        cute.arch.sync_threads()
+        pairs = vector.live_rows(live_rows, tokens) * self.top_k
+        steps = (pairs + (blocks * self.threads - 1)) // (blocks * self.threads)
+        first = ((block * self.warps + thread // WARP) * steps) * WARP
+        own = thread // WARP * self.experts
+        cute.arch.griddepcontrol_launch_dependents()
+        for step in range(steps):
+            self.count(ids, first + step * WARP, pairs, first_expert, walked, own)
+        cute.arch.sync_threads()
+        self.publish(walked, histograms + Int64(block) * (self.experts * 4))
+        arrived = phase_barrier(barrier, block == 0, blocks, passed, limit_ns, report, rank, ASSIGN_STAGE)
+        # After a wait that expired there is nothing to read: no pair gets a slot.
+        self.add_histograms(histograms, block, vector.select(arrived, blocks, Int32(0)), counted, walked)
+        scan_starts(counted, starts, totals, self.layout, self.experts, self.threads)
+        if block == 0:
+            self.write_counts(counted, starts, counts, offsets)
+        for at in range(thread, self.warps * self.experts, self.threads):
+            walked[at] += starts[at % self.experts]
+        cute.arch.sync_threads()
+        for step in range(steps):
+            self.number(ids, first + step * WARP, pairs, first_expert, walked, own, starts, slots, arrived)
+
+    @cute.jit
+    def peers(self, ids: Int64, pair: Int32, pairs: Int32, first_expert: Int32) -> Any:
+        """A lane's expert, the lanes of the warp that have the same one, and how many of them are before it."""
+        expert = Int32(-1)
+        if pair < pairs:
+            expert = local_expert(ids, pair, first_expert, self.experts)
+        same = cute.arch.match_sync(0xFFFFFFFF, expert)
+        return expert, same, Int32(cute.arch.popc(same & Uint32(cute.arch.lanemask_lt())))
+
+    @cute.jit
+    def count(
+        self, ids: Int64, begin: Int32, pairs: Int32, first_expert: Int32, walked: cute.Tensor, own: Int32
+    ) -> None:
+        """One step of a warp's first walk."""
+        expert, same, before = self.peers(ids, begin + cute.arch.thread_idx()[0] % WARP, pairs, first_expert)
+        if (expert >= 0) & (before == 0):
+            walked[own + expert] += Int32(cute.arch.popc(same))
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def number(
+        self, ids: Int64, begin: Int32, pairs: Int32, first_expert: Int32, walked: cute.Tensor, own: Int32,
+        starts: cute.Tensor, slots: Int64, arrived: Boolean,
+    ) -> None:  # fmt: skip
+        """One step of a warp's second walk: `walked` holds each expert's next slot."""
+        pair = begin + cute.arch.thread_idx()[0] % WARP
+        expert, same, before = self.peers(ids, pair, pairs, first_expert)
+        slot = Int32(-1)
+        if arrived & (expert >= 0):
+            slot = walked[own + expert] + before
+            if const_expr(self.layout.rows_per_expert > 0):
+                if slot >= starts[expert + 1]:
+                    slot = Int32(-1)
+        cute.arch.sync_warp()
+        if (expert >= 0) & (before == 0):
+            walked[own + expert] += Int32(cute.arch.popc(same))
+        if pair < pairs:
+            vector.scalar(slots + Int64(pair) * 4, Int32)[0] = slot
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def publish(self, walked: cute.Tensor, histogram: Int64) -> None:
+        """The block's counts, summed over its warps, to global memory."""
+        for expert in range(cute.arch.thread_idx()[0], self.experts, self.threads):
+            total = Int32(0)
+            for warp in range_constexpr(self.warps):
+                total += walked[warp * self.experts + expert]
+            vector.scalar(histogram + Int64(expert) * 4, Int32)[0] = total
+
+    @cute.jit
+    def add_histograms(
+        self, histograms: Int64, block: Int32, blocks: Int32, counted: cute.Tensor, walked: cute.Tensor
+    ) -> None:
+        """All blocks' counts into `counted`; the pairs before each warp's run, by expert, into `walked`."""
+        experts = self.experts
+        for expert in range(cute.arch.thread_idx()[0], experts, self.threads):
+            total, before = Int32(0), Int32(0)
+            for other in cutlass.range(blocks, unroll=8):
+                count = vector.scalar(histograms + (Int64(other) * experts + expert) * 4, Int32)[0]
+                total += count
+                if other < block:
+                    before += count
+            counted[expert] = total
+            for warp in range_constexpr(self.warps):
+                count = walked[warp * experts + expert]
+                walked[warp * experts + expert] = before
+                before += count
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def write_counts(self, counted: cute.Tensor, starts: cute.Tensor, counts: Int64, offsets: Int64) -> None:
+        """The first block's share: what the grouped GEMM reads."""
+        for expert in range(cute.arch.thread_idx()[0], self.experts + 1, self.threads):
+            vector.scalar(offsets + Int64(expert) * 8, Int64)[0] = Int64(starts[expert])
+            if expert < self.experts:
+                count = counted[expert]
+                if const_expr(self.layout.rows_per_expert > 0):
+                    count = vector.min_of(count, Int32(self.layout.rows_per_expert))
+                vector.scalar(counts + Int64(expert) * 4, Int32)[0] = count
+
+
+@dataclass(frozen=True)
+class ScatterRows(jit.Kernel):
+    """Copies each token's row, read once, to its slots. `vector_bytes` is the width of `tiling`'s vectors.
+
+    To be launched right after `AssignSlots`: it loads its rows while that still runs.
+    """
+
+    top_k: int
+    tiling: RowTiling
+    vector_bytes: int
+    scale_bytes: int
+    scale_vector_bytes: int
+
+    @cute.jit
+    def __call__(
+        self, x: Int64, scales: Int64, slots: Int64, live_rows: Int64, packed: Int64, packed_scales: Int64,
+        tokens: Int32, stream: Stream,
+    ) -> None:  # fmt: skip
+        """Addresses: x and scales, rows of tokens; slots int32 [tokens, top_k]; live_rows int32 [1] or 0."""
+        blocks = (tokens + (self.tiling.rows_per_block - 1)) // self.tiling.rows_per_block
+        self.kernel(x, scales, slots, live_rows, packed, packed_scales, tokens).launch(
+            grid=[blocks, 1, 1], block=[self.tiling.threads, 1, 1], stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(
+        self, x: Int64, scales: Int64, slots: Int64, live_rows: Int64, packed: Int64, packed_scales: Int64,
+        tokens: Int32,
+    ) -> None:  # fmt: skip
+        tiling, size = self.tiling, self.vector_bytes
+        lane, token = vector.row_of_thread(tiling)
+        row_bytes = tiling.row_vectors * size
+        # `AssignSlots`, the launch before, began after all before it had ended, and does not write x. No thread may
+        # leave before the wait: the launch after this one waits for this one alone.
+        source = x + Int64(vector.min_of(token, tokens - 1)) * row_bytes
+        values = [
+            vector.load(source + Int64(vector.place(tiling, lane, i)) * size, Uint32, size // 4, size)
+            for i in range(tiling.vectors)
+        ]
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        ptx.exit_if(token >= vector.live_rows(live_rows, tokens))
+        for j in range(self.top_k):
+            slot = Int64(vector.scalar(slots + (Int64(token) * self.top_k + j) * 4, Int32)[0])
+            if slot >= 0:
+                target = packed + slot * row_bytes
+                for i in range_constexpr(tiling.vectors):
+                    at = lane + i * tiling.threads_per_row
+                    valid = Boolean(vector.in_row(tiling, lane, i))
+                    vector.store_if(valid, target + Int64(at) * size, values[i], Uint32, size // 4, size)
+                if const_expr(self.scale_bytes > 0):
+                    copy_bytes(
+                        scales + Int64(token) * self.scale_bytes, packed_scales + slot * self.scale_bytes,
+                        self.scale_bytes, self.scale_vector_bytes, lane, tiling.threads_per_row,
+                    )  # fmt: skip

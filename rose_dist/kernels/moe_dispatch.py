@@ -1,0 +1,109 @@
+"""MoE dispatch on one GPU: rows are copied into expert order, in an order that the routing alone decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rose_dist.kernels import checks, jit, launch
+from rose_dist.kernels.arch import DeviceInfo
+from rose_dist.kernels.expert_slots import MAX_EXPERTS, MAX_K, MAX_PAIRS, PackedLayout
+from rose_dist.kernels.peer_regions import ASSIGN_STAGE, STAGES
+from rose_dist.kernels.variants import Ranges, RowShape, tile
+
+DECODE_THREADS = 256
+LIMIT_NS = 10_000_000_000
+"""After which a wait inside a kernel is given up and reported."""
+ASSIGN_WARPS = 8
+"""A block; a quarter for more than 1,024 experts, whose histograms would not fit into 48 KB of shared memory."""
+SCATTER_SHAPE = RowShape(bytes=64, threads=128)
+PAIRS_PER_THREAD = 4
+"""Pairs from which on a further block helps to assign slots."""
+
+SPLITS = Ranges((0, 25, 51), (4, 2, 1))
+"""Blocks a token by tokens for every 100 SMs, so that few tokens still use many SMs."""
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Where a dispatch writes."""
+
+    x: Tensor
+    """[rows, hidden]."""
+    scales: Tensor | None
+    """[rows, scale_dim]."""
+    slots: Tensor
+    """int32 [tokens, k]: each pair's packed row, −1 for none; only of live tokens."""
+    counts: Tensor
+    """int32 [experts]."""
+    offsets: Tensor
+    """int64 [experts + 1]: where each expert's rows start; the last is the end."""
+
+
+class Dispatcher:
+    """Dispatches of one shape on one GPU, with all kernels loaded and all scratch memory allocated.
+
+    One stream at a time: two dispatches must not overlap.
+    """
+
+    def __init__(
+        self, device: torch.device, *, experts: int, first_expert: int, top_k: int, row_bytes: int, scale_bytes: int,
+        layout: PackedLayout, max_tokens: int, rank: int = 0, limit_ns: int = LIMIT_NS,
+    ) -> None:  # fmt: skip
+        """`experts` from `first_expert` on are here; other ids are skipped. Sizes are in bytes of a token's row and of
+        its scales.
+        """
+        if not 1 <= experts <= MAX_EXPERTS:
+            raise checks.fail("experts", f"is {experts}; must be 1 … {MAX_EXPERTS}")
+        if not 1 <= top_k <= MAX_K:
+            raise checks.fail("top_k", f"is {top_k}; must be 1 … {MAX_K}")
+        checks.multiple("row_bytes", row_bytes, 16, "rows are copied 16 bytes at a time")
+        from rose_dist.kernels import sync  # noqa: PLC0415 - it loads the compiler
+        from rose_dist.kernels.cute.moe_dispatch_decode import DispatchDecode  # noqa: PLC0415
+        from rose_dist.kernels.cute.moe_dispatch_prefill import AssignSlots, ScatterRows  # noqa: PLC0415
+
+        self.top_k, self.first_expert, self.rank, self.limit_ns = top_k, first_expert, rank, limit_ns
+        self._barrier = torch.empty(1, dtype=torch.int32, device=device).zero_()
+        self.info: DeviceInfo = launch.device(self._barrier)
+        self._histograms = torch.empty(self.info.sms, experts, dtype=torch.int32, device=device)
+        self.report = sync.WaitReport({ASSIGN_STAGE: STAGES[ASSIGN_STAGE]})
+        arch = self.info.arch
+        width, scale_width = launch.widest(arch, row_bytes), launch.widest(arch, scale_bytes)
+        common = (experts, top_k, row_bytes, width, scale_bytes, scale_width, layout)
+        self._decode = {s: jit.load(DispatchDecode(arch, *common, s, DECODE_THREADS)) for s in SPLITS.variants}
+        assign = AssignSlots(
+            arch, experts, top_k, layout, warps=ASSIGN_WARPS if experts <= 1024 else max(1, ASSIGN_WARPS // 4)
+        )
+        tiling = tile(row_bytes // width, width, SCATTER_SHAPE)
+        self._threads = assign.threads
+        self._needs_prefill = self._is_prefill(max_tokens)
+        if self._needs_prefill:
+            self._assign = jit.load(assign)
+            self._scatter = jit.load(ScatterRows(arch, top_k, tiling, width, scale_bytes, scale_width))
+
+    def __call__(
+        self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None, out: PackedRows
+    ) -> None:
+        """Dispatch the first `tokens` rows of `x` [tokens, row], or fewer if the device says so: `live_rows` int32 [1].
+        `ids` int32 [tokens, top_k].
+        """
+        if self._is_prefill(tokens):
+            pairs = tokens * self.top_k
+            blocks = min(self.info.sms, max(1, pairs // (self._threads * PAIRS_PER_THREAD)))
+            launch.run(
+                self._assign, out.slots, ids, live_rows, out.slots, out.counts, out.offsets, self._histograms,
+                self._barrier, self.report.address, self.limit_ns, self.first_expert, tokens, blocks, self.rank,
+            )  # fmt: skip
+            launch.run(self._scatter, out.slots, x, scales, out.slots, live_rows, out.x, out.scales, tokens)
+            return
+        decode = self._decode[SPLITS.select(tokens * 100 // self.info.sms)]
+        readable = (x, scales) if tokens else (out.x, out.scales)
+        launch.run(
+            decode, out.slots, *readable, ids, live_rows, out.x, out.scales, out.slots, out.counts, out.offsets,
+            self.first_expert, tokens,
+        )  # fmt: skip
+
+    def _is_prefill(self, tokens: int) -> bool:
+        return tokens * self.top_k > MAX_PAIRS or tokens > 2 * self.info.sms

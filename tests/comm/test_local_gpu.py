@@ -1,0 +1,89 @@
+"""`Local` on a GPU against the plain loop of `oracle`, over the matrix that the CPU implementations pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rose_dist.comm.all_to_all.local import Local
+from rose_dist.comm.all_to_all.local_gpu import GpuOptions
+from rose_dist.comm.all_to_all.protocol import Routing
+from rose_dist.comm.layout import Layout
+from rose_dist.kernels.expert_slots import PackedLayout
+from tests.comm.oracle import Batch, Case, expected_out, expected_rows, run_experts
+from tests.comm.test_all_to_all import BF16, CASES, FP8, same_bits
+from tests.kernels.conftest import gpu  # noqa: F401
+
+ONE = Layout(1, tp=1, dp=1, ep=1)
+DEVICE = torch.device("cuda", 0)
+
+
+def moved(gpu: Any, tensor: torch.Tensor | None) -> torch.Tensor | None:  # noqa: F811
+    return None if tensor is None else gpu.tensor(tensor)
+
+
+def once(gpu: Any, moe: Local, case: Case) -> None:  # noqa: F811
+    batch = Batch.of(case, 0)
+    routing = Routing(gpu.tensor(batch.routing.ids), gpu.tensor(batch.routing.weights))
+    rows = None if case.rows is None else gpu.tensor(torch.tensor([batch.live], dtype=torch.int32))
+    dispatched = moe.dispatch(gpu.tensor(batch.x), routing, scales=moved(gpu, batch.scales), rows=rows)
+    plain = replace(
+        dispatched, x=gpu.plain(dispatched.x), counts=gpu.plain(dispatched.counts),
+        offsets=gpu.plain(dispatched.offsets),
+        scales=None if dispatched.scales is None else gpu.plain(dispatched.scales),
+    )  # fmt: skip
+    check_rows(case, batch, plain)
+    results = run_experts(case, plain, moe.local_experts, 0)
+    out = gpu.tensor(batch.before)
+    moe.combine(gpu.tensor(results), dispatched, out=out, accumulate=case.accumulate)
+    assert same_bits(gpu.plain(out), expected_out(case, batch, ONE))
+
+
+def check_rows(case: Case, batch: Batch, plain: Any) -> None:
+    for expert, pairs in enumerate(expected_rows(case, ONE, 0)):
+        start, count = int(plain.offsets[expert]), int(plain.counts[expert])
+        assert count == len(pairs)
+        tokens = [token for _, token in pairs]
+        assert not count or same_bits(plain.x[start : start + count], batch.x[tokens])
+        if count and batch.scales is not None:
+            assert same_bits(plain.scales[start : start + count], batch.scales[tokens])
+
+
+SMALL = {name: case for name, case in CASES.items() if max(case.tokens) < 200}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_matrix(gpu: Any, name: str) -> None:  # noqa: F811
+    case = SMALL[name]
+    moe = Local(case.config, gpu=GpuOptions(device=DEVICE))
+    for seed in range(2):
+        once(gpu, moe, replace(case, seed=seed))
+
+
+@pytest.mark.parametrize("layout", [PackedLayout(128), PackedLayout(16, 16)])
+def test_layouts(gpu: Any, layout: PackedLayout) -> None:  # noqa: F811
+    case = Case(tokens=(9,), dtype=FP8, out_dtype=BF16, scale_dim=3, hidden=2880)
+    once(gpu, Local(case.config, gpu=GpuOptions(device=DEVICE, layout=layout)), case)
+
+
+def test_dispatches_in_flight(gpu: Any) -> None:  # noqa: F811
+    """As many as built for; a dropped handle gives its buffers back."""
+    case = Case()
+    batch = Batch.of(case, 0)
+    x, routing = gpu.tensor(batch.x), Routing(gpu.tensor(batch.routing.ids), gpu.tensor(batch.routing.weights))
+    moe = Local(case.config, gpu=GpuOptions(device=DEVICE, in_flight=2))
+    held = [moe.dispatch(x, routing) for _ in range(2)]
+    with pytest.raises(RuntimeError, match="larger in_flight"):
+        moe.dispatch(x, routing)
+    del held
+    once(gpu, moe, case)
+
+
+def test_refuses_gpu_tensors_without_options(gpu: Any) -> None:  # noqa: F811
+    case = Case()
+    batch = Batch.of(case, 0)
+    with pytest.raises(ValueError, match="GpuOptions"):
+        Local(case.config).dispatch(gpu.tensor(batch.x), Routing(batch.routing.ids, batch.routing.weights))

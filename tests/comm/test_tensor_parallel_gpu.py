@@ -1,0 +1,146 @@
+"""Experts over tensor-parallel GPUs, emulated: dispatch, combine and all-reduce of all ranks, against `oracle`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from rose_dist.comm.all_to_all.local_gpu import GpuOptions
+from rose_dist.comm.all_to_all.protocol import Routing
+from rose_dist.comm.all_to_all.tensor_parallel import TensorParallel
+from rose_dist.comm.group import Group
+from rose_dist.comm.layout import Layout
+from rose_dist.kernels import all_reduce, jit, launch
+from rose_dist.kernels.all_reduce import AllReduce, Sizes
+from rose_dist.kernels.arch import HOPPER, DeviceInfo
+from rose_dist.kernels.cute import moe_combine
+from rose_dist.kernels.errors import KernelArgumentError
+from tests.comm.oracle import Batch, Case, expected_out, run_experts
+from tests.comm.test_all_to_all import BF16, same_bits
+from tests.kernels.emulation import EmulatedTensor
+from tests.kernels.peers import Peers, sum_in_rank_order
+
+DEVICE = torch.device("cuda", 0)
+SMS = 3
+
+
+class Cluster:
+    """Emulated GPUs on which the public functions run, one rank after the other; `run` lets all launches go."""
+
+    def __init__(self, ranks: int, region_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.peers = Peers(ranks, region_bytes // (2 * ranks * 16) + 1)
+        self.rank = 0
+        self._empty = torch.empty
+        monkeypatch.setattr(launch, "device", lambda _: DeviceInfo(HOPPER, SMS))
+        monkeypatch.setattr(launch, "run", self._launch)
+        monkeypatch.setattr(jit, "load", lambda kernel: kernel)
+        monkeypatch.setattr(torch, "empty", self._allocate)
+        for cached in (moe_combine.launcher, all_reduce._load):
+            cached.cache_clear()
+
+    @contextmanager
+    def on(self, rank: int) -> Iterator[None]:
+        self.rank = rank
+        yield
+
+    def tensor(self, values: torch.Tensor) -> Any:
+        return self.peers.tensor(values, self.rank).as_subclass(EmulatedTensor)
+
+    def _allocate(
+        self, *shape: Any, dtype: torch.dtype = torch.float32, device: Any = None, **options: Any
+    ) -> torch.Tensor:
+        if device is None or (torch.device(device).type != "cuda" and not isinstance(device, torch.device)):
+            return self._empty(*shape, dtype=dtype, device=device, **options)
+        sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        return self.peers.machine.empty(tuple(sizes), dtype, gpu=self.rank).as_subclass(EmulatedTensor)
+
+    def _launch(self, kernel: jit.Kernel, on: torch.Tensor, *arguments: Any) -> None:
+        numbers = [launch.address(a) if isinstance(a, torch.Tensor) or a is None else a for a in arguments]
+        self.peers.launch(kernel, self.rank, *numbers)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("rows", [1, 7, 40], ids=lambda n: f"{n} rows")
+def test_sums_of_any_size(ranks: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(all_reduce, "ONE_SHOT_BYTES", {2: 8 * 64 * 2, 3: 8 * 64 * 2})
+    sizes = Sizes(ranks, 64, BF16, 40, SMS)
+    cluster = Cluster(ranks, sizes.region_bytes, monkeypatch)
+    parts = [torch.randn(rows, 64).to(BF16) for _ in range(ranks)]
+    addresses = tuple(cluster.peers.addresses[:ranks])
+    results = []
+    for rank in range(ranks):
+        with cluster.on(rank):
+            reduce = AllReduce(sizes, DEVICE, rank, addresses)
+            x = cluster.tensor(parts[rank])
+            results += [reduce(x), reduce(x, x)]
+    cluster.peers.run(seed=rows)
+    expected = sum_in_rank_order(parts).to(BF16)
+    assert all(same_bits(result, expected) for result in results)
+
+
+CASES = {
+    "decode": Case(tokens=(5,), hidden=64, dtype=BF16),
+    "decode with accumulate": Case(tokens=(5,), hidden=64, dtype=BF16, accumulate=True),
+    "decode with a bound": Case(tokens=(6,), hidden=64, dtype=BF16, rows=(4,)),
+    "skips": Case(tokens=(5,), hidden=64, dtype=BF16, routing="skips"),
+    "all on one rank": Case(tokens=(5,), hidden=64, dtype=BF16, routing="last_expert"),
+    "odd experts": Case(tokens=(5,), hidden=64, experts=5),
+    "prefill": Case(tokens=(20,), hidden=64, dtype=BF16),
+    "prefill with accumulate and a bound": Case(tokens=(20,), hidden=64, dtype=BF16, accumulate=True, rows=(17,)),
+    "no tokens": Case(tokens=(0,), hidden=64, dtype=BF16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(2, tp=2, dp=1, ep=2), Layout(3, tp=3, dp=1, ep=3), Layout(2, tp=2, dp=1, ep=1)], ids=str
+)
+@pytest.mark.parametrize("name", CASES)
+def test_dispatch_and_combine(layout: Layout, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, ranks = CASES[name], layout.tp
+    monkeypatch.setattr(all_reduce, "ONE_SHOT_BYTES", dict.fromkeys((2, 3), 10 * 64 * 4))
+    sizes = Sizes(ranks, case.hidden, case.dtype, case.config.max_tokens, SMS)
+    cluster = Cluster(ranks, sizes.region_bytes, monkeypatch)
+    batch = Batch.of(case, 0)
+    waiting = []
+    for rank in range(ranks):
+        with cluster.on(rank):
+            reduce = AllReduce(sizes, DEVICE, rank, tuple(cluster.peers.addresses[:ranks]))
+            place = layout.at(rank)
+            moe = TensorParallel(
+                case.config, Group(None), place.expert_range(case.experts), GpuOptions(device=DEVICE), reduce
+            )
+            routing = Routing(cluster.tensor(batch.routing.ids), cluster.tensor(batch.routing.weights))
+            rows = None if case.rows is None else cluster.tensor(torch.tensor([batch.live], dtype=torch.int32))
+            waiting.append((moe, place, moe.dispatch(cluster.tensor(batch.x), routing, rows=rows)))
+    cluster.peers.run()
+    outs = []
+    for rank, (moe, place, dispatched) in enumerate(waiting):
+        with cluster.on(rank):
+            results = run_experts(case, dispatched, moe.local_experts, place.expert_slice)
+            outs.append(cluster.tensor(batch.before))
+            moe.combine(cluster.tensor(results), dispatched, out=outs[-1], accumulate=case.accumulate)
+    cluster.peers.run()
+    assert all(same_bits(out, expected_out(case, batch, layout)) for out in outs)
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = Sizes(2, 64, BF16, 4, SMS)
+    cluster = Cluster(2, sizes.region_bytes, monkeypatch)
+    reduce = AllReduce(sizes, DEVICE, 0, tuple(cluster.peers.addresses[:2]))
+    with pytest.raises(KernelArgumentError, match="5 rows; this all-reduce was built for 4"):
+        reduce(cluster.tensor(torch.zeros(5, 64, dtype=BF16)))
+    with pytest.raises(KernelArgumentError, match=r"dtype is torch\.float32"):
+        reduce(cluster.tensor(torch.zeros(4, 64)))
+    with pytest.raises(KernelArgumentError, match="ranks: is 9"):
+        Sizes(9, 64, BF16, 4, SMS)
+    config = Case(hidden=64, tokens=(5,), dtype=BF16).config
+    with pytest.raises(ValueError, match="does not fit"):
+        TensorParallel(config, Group(None), range(4), GpuOptions(device=DEVICE), reduce)
+    with pytest.raises(ValueError, match="need an all-reduce"):
+        TensorParallel(config, Group(None), range(4), GpuOptions(device=DEVICE))

@@ -1,0 +1,56 @@
+"""What the compiler made of the all-reduces. Spills and registers of all kernels: test_registry."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from rose_dist.kernels import binary, jit, registry
+from rose_dist.kernels.arch import ARCHS
+from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
+from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
+from rose_dist.kernels.jit import Binary
+
+
+@pytest.fixture(scope="module", params=["sm_90a", "sm_100a"])
+def binaries(request: pytest.FixtureRequest) -> list[Binary]:
+    return [jit.compile_binary(kernel) for kernel in registry._all_reduces(ARCHS[request.param])]
+
+
+def test_packets_need_no_fence_and_no_flag(binaries: list[Binary]) -> None:
+    for compiled in binaries:
+        kernel = compiled.kernel
+        if isinstance(kernel, OneShot):
+            stores, loads = (compiled.ptx.count(f"{what}.relaxed.sys.global.v4.b32") for what in ("st", "ld"))
+            assert stores == kernel.turns * kernel.ranks, kernel.label
+            assert loads == 2 * kernel.turns * kernel.ranks, kernel.label  # the first look, and the loop's
+            for absent in ("fence", "acquire.gpu", "st.release.gpu", "red.release", "ld.acquire"):
+                assert absent not in compiled.ptx, kernel.label
+            assert compiled.ptx.count("red.relaxed.gpu.global.add.u64") == 1, "the epoch, once a block"
+
+
+def test_two_shots_release_and_acquire_each_peer_twice_at_system_scope(binaries: list[Binary]) -> None:
+    for compiled in binaries:
+        kernel = compiled.kernel
+        if isinstance(kernel, TwoShot):
+            assert compiled.ptx.count("st.release.sys.global.u32") >= 2 * kernel.ranks, kernel.label
+            assert compiled.ptx.count("ld.acquire.sys.global.u32") >= 2 * kernel.ranks, kernel.label
+            assert "fence" not in compiled.ptx, "a release needs none"
+            assert ".gpu.global.u32" not in compiled.ptx
+            assert "ld.global.L1::no_allocate.v4.b32" in compiled.ptx
+            assert "st.global.L1::no_allocate.v4.b32" in compiled.ptx
+
+
+def test_dependent_launch_waits_before_it_touches_memory(binaries: list[Binary]) -> None:
+    for compiled in binaries:
+        before, _ = compiled.ptx.split("griddepcontrol.wait;")
+        assert not re.search(r"(ld|st|red|atom)\.\S*global", before), compiled.kernel.label
+
+
+def test_nothing_spills(binaries: list[Binary]) -> None:
+    for compiled in binaries:
+        assert binary.facts(compiled).stack_bytes == 0, compiled.kernel.label
+        assert ".local" not in compiled.ptx, compiled.kernel.label

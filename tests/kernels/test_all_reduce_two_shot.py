@@ -1,0 +1,120 @@
+"""Two-shot all-reduce between emulated GPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from rose_dist.kernels.arch import ARCHS, HOPPER
+from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
+from rose_dist.kernels.peer_regions import ADD_STAGE, PACKET_BYTES, two_shot_bytes
+from rose_dist.kernels.sync import WaitExpiredError, WaitReport
+from tests.kernels.peers import Peers, sum_in_rank_order
+from tests.ptx.errors import PtxError
+
+BF16, FP32 = torch.bfloat16, torch.float32
+SLICE = 4096
+
+
+def peers_for(ranks: int) -> Peers:
+    inbox_for_region = two_shot_bytes(ranks, SLICE) // (2 * ranks * PACKET_BYTES) + 1
+    return Peers(ranks, inbox_for_region)
+
+
+class Exchange:
+    """One exchange's tensors on every rank."""
+
+    def __init__(
+        self, peers: Peers, kernel: TwoShot, rows: int, hidden: int = 64, blocks: int = 2, live: int | None = None,
+        in_place: bool = False,
+    ) -> None:  # fmt: skip
+        self.peers, self.kernel, self.blocks, self.live = peers, kernel, blocks, rows if live is None else live
+        self.x = peers.each(lambda _: torch.randn(rows, hidden).to(kernel.dtype))
+        self.on_gpu = [peers.tensor(x, rank) for rank, x in enumerate(self.x)]
+        self.outs = self.on_gpu
+        if not in_place:
+            self.outs = peers.each(lambda rank: peers.empty(rows, hidden, dtype=kernel.dtype, rank=rank))
+
+    def launch(self, rank: int) -> None:
+        peers, (rows, hidden) = self.peers, self.x[0].shape
+        bound = peers.tensor(torch.tensor([self.live], dtype=torch.int32), rank)
+        peers.launch(
+            self.kernel, rank, self.on_gpu[rank], bound, self.outs[rank], hidden // self.kernel.count, *peers.addresses,
+            SLICE, peers.states[rank], peers.reports[rank], peers.limit, rank, rows, self.blocks,
+        )  # fmt: skip
+
+    def launch_all(self) -> None:
+        for rank in range(self.peers.ranks):
+            self.launch(rank)
+
+    def right(self) -> bool:
+        expected = sum_in_rank_order(self.x)[: self.live].to(self.kernel.dtype)
+        return all(torch.equal(out[: self.live], expected) for out in self.outs)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 7), (3, 7), (8, 5), (4, 1)])
+def test_ranks_and_dtypes(arch: str, ranks: int, rows: int, dtype: torch.dtype) -> None:
+    exchange = Exchange(peers_for(ranks), TwoShot(ARCHS[arch], ranks, dtype, threads=32), rows)
+    exchange.launch_all()
+    exchange.peers.run()
+    assert exchange.right()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_exchanges_back_to_back(seed: int) -> None:
+    """Sizes and grids change, ranks run ahead of one another, some exchanges are in place."""
+    peers, kernel = peers_for(2), TwoShot(HOPPER, 2, BF16, threads=32)
+    exchanges = [
+        Exchange(peers, kernel, 9), Exchange(peers, kernel, 1, blocks=3), Exchange(peers, kernel, 9, live=0),
+        Exchange(peers, kernel, 12, blocks=1, in_place=True), Exchange(peers, kernel, 9, live=4),
+        Exchange(peers, kernel, 3),
+    ]  # fmt: skip
+    for exchange in exchanges:
+        exchange.launch_all()
+    peers.run(seed=seed)
+    assert all(exchange.right() for exchange in exchanges)
+
+
+@pytest.mark.parametrize(
+    "weaken",
+    [("st.release.sys", "st.relaxed.sys"), ("ld.acquire.sys", "ld.relaxed.sys"), ("st.release.sys", "st.release.gpu")],
+)
+def test_a_weakened_flag_is_caught(weaken: tuple[str, str]) -> None:
+    peers = peers_for(2)
+    peers.weaken = weaken
+    exchange = Exchange(peers, TwoShot(HOPPER, 2, BF16, threads=32), 9)
+    exchange.launch_all()
+    with pytest.raises(PtxError):
+        peers.run()
+
+
+def test_stale_reads_without_race_checks() -> None:
+    """The relaxed flag does not only break a rule, it brings wrong sums."""
+    wrong = 0
+    for seed in range(15):
+        peers = peers_for(2)
+        peers.weaken = ("st.release.sys", "st.relaxed.sys")
+        exchange = Exchange(peers, TwoShot(HOPPER, 2, BF16, threads=32), 9)
+        exchange.launch_all()
+        peers.run(seed=seed, races="off")
+        wrong += not exchange.right()
+    assert wrong > 0
+
+
+def test_a_dead_peer_is_reported() -> None:
+    peers = peers_for(3)
+    peers.limit = 30_000
+    exchange = Exchange(peers, TwoShot(HOPPER, 3, BF16, threads=32), 9)
+    exchange.launch(0)
+    exchange.launch(1)
+    peers.run(races="off")
+    report = WaitReport({ADD_STAGE: "parts of an all-reduce"})
+    report._words.copy_(peers.reports[0])
+    with pytest.raises(
+        WaitExpiredError, match=r"rank 0 waited for rank 2 in parts of an all-reduce .* wanted 1, saw 0"
+    ):
+        report.check()
