@@ -77,7 +77,7 @@ class Dispatcher:
             arch, experts, top_k, layout, warps=ASSIGN_WARPS if experts <= 1024 else max(1, ASSIGN_WARPS // 4)
         )
         tiling = tile(row_bytes // width, width, SCATTER_SHAPE)
-        self._threads = assign.threads
+        self._pairs_per_block = assign.threads * PAIRS_PER_THREAD
         self._needs_prefill = self._is_prefill(max_tokens)
         if self._needs_prefill:
             self._assign = jit.load(assign)
@@ -91,7 +91,7 @@ class Dispatcher:
         """
         if self._is_prefill(tokens):
             pairs = tokens * self.top_k
-            blocks = min(self.info.sms, max(1, pairs // (self._threads * PAIRS_PER_THREAD)))
+            blocks = min(self.info.sms, max(1, pairs // self._pairs_per_block))
             launch.run(
                 self._assign, out.slots, ids, live_rows, out.slots, out.counts, out.offsets, self._histograms,
                 self._barrier, self.report.address, self.limit_ns, self.first_expert, tokens, blocks, self.rank,

@@ -96,11 +96,12 @@ class Run:
         if prefill:
             monkeypatch.setattr(moe_dispatch, "MAX_PAIRS", 0)
             monkeypatch.setattr(moe_dispatch, "ASSIGN_WARPS", 2)
-            monkeypatch.setattr(moe_dispatch, "PAIRS_PER_THREAD", 0.2)
         self.dispatcher = Dispatcher(
             device, experts=self.held, first_expert=case.first_expert, top_k=case.top_k, row_bytes=case.row_bytes,
             scale_bytes=case.scale_bytes, layout=case.layout, max_tokens=max(case.tokens, 1),
         )  # fmt: skip
+        if prefill:
+            self.dispatcher._pairs_per_block = 13  # several blocks for few pairs
         self.out = PackedRows(
             empty(rows, case.row_bytes, dtype=torch.uint8),
             empty(rows, case.scale_bytes, dtype=torch.uint8) if case.scale_bytes else None,
