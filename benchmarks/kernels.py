@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.graphs import copy_rate
 from benchmarks.kernel_cases import CUDA, EPS, GROUPS, Call, Case, Peers, bf16
 from rose_dist.kernels import jit, launch, probe
 from rose_dist.kernels.embedding import embed
@@ -34,6 +35,8 @@ from rose_dist.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_quantize
 from rose_dist.kernels.routing import Router, route
 from rose_dist.kernels.swiglu import Gate, Rows, activate_quantized, clamped_swiglu
 from rose_dist.kernels.sync import WaitReport
+
+COPIES = {"4 GiB": 4 << 30, "1 GiB": 1 << 30, "512 MiB": 512 << 20}
 
 
 @dataclass
@@ -71,21 +74,6 @@ def time_call(call: Call, budget_s: float = 0.25) -> Time:
         samples.append(begin.elapsed_time(end) * 1e3 / calls)
     deciles = statistics.quantiles(samples[2:], n=10)
     return Time(statistics.median(samples[2:]), deciles[-1] - deciles[0])
-
-
-def copy_rate(size: int) -> float:
-    """TB/s of a device-to-device copy that moves `size` bytes, read and written counted."""
-    source = torch.randn(size // 8, device=CUDA)
-    target = torch.empty_like(source)
-    samples = []
-    for _ in range(20):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        samples.append(begin.elapsed_time(end) * 1e3)
-    return size / statistics.median(samples[2:]) / 1e6
 
 
 def barriers() -> dict[str, float]:
@@ -243,7 +231,7 @@ def main() -> None:
         "command": "python " + " ".join(["-m benchmarks.kernels", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
         "machine": {**describe_machine(), "peers": ", ".join(peers.found)},
-        "copy_tb_s": {"4 GiB": copy_rate(4 << 30), "1 GiB": copy_rate(1 << 30), "512 MiB": copy_rate(512 << 20)},
+        "copy_tb_s": {name: copy_rate(size) / 1e6 for name, size in COPIES.items()},
         "cases": [],
     }
 
