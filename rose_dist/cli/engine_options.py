@@ -136,5 +136,11 @@ def load_engine(world: World, groups: Groups, config: EngineConfig) -> Engine:
     with world.stage("load the model"), LoadProgress(shown=world.rank == 0) as progress:
         engine = Engine.load(config, groups, progress)
     weights = sum(parameter.nbytes for parameter in engine.runner.model.parameters())
-    logger.info("loaded %.2f GB of weights on this rank, %s", weights / 1e9, groups.layout)
+    logger.info(
+        "%.2f GB of weights on this rank, %s; KV cache for %d tokens, at most %.2f GB",
+        weights / 1e9,
+        groups.layout,
+        engine.scheduler.kv.capacity,
+        engine.runner.kv_bytes / 1e9,
+    )
     return engine

@@ -48,9 +48,6 @@ class BlockPool:
             del self._free[block]
         self._holders[block] += 1
 
-    def is_free(self, block: int) -> bool:
-        return self._holders[block] == 0
-
     def release(self, block: int) -> None:
         assert self._holders[block] > 0, f"block {block} is held by nobody"
         self._holders[block] -= 1

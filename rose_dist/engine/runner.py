@@ -36,6 +36,7 @@ class ModelRunner:
 
     def __init__(self, model: GptOssForCausalLM, config: EngineConfig) -> None:
         self.model = model
+        self.config = config
         self.specs = group_specs(model.kv_groups, config)
         dtype = config.torch_dtype
         self.planners = [
@@ -48,6 +49,14 @@ class ModelRunner:
             )
             for number, (group, spec) in enumerate(zip(model.kv_groups, self.specs, strict=True))
         ]
+
+    @property
+    def kv_bytes(self) -> int:
+        """Memory of the KV cache once every block has been written."""
+        return sum(
+            group.bytes_per_token(self.config.torch_dtype) * spec.blocks * self.config.block_size
+            for group, spec in zip(self.model.kv_groups, self.specs, strict=True)
+        )
 
     @torch.inference_mode()
     def run(self, step: Step) -> Tensor | None:

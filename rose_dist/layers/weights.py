@@ -1,14 +1,14 @@
 """How a layer says which parts of which checkpoint tensors it holds.
 
-A layer yields a `Weight` for each of its parameters; the checkpoint loader reads just those parts and hands them to
-`Weight.store`. Names are the checkpoint's (Hugging Face layout); the loader maps other layouts to them.
+A layer's method `weights(prefix)` yields a `Weight` for each of its parameters, `prefix` being its module name and a
+dot. The checkpoint loader reads just those parts and hands them to `Weight.store`. Names are the checkpoint's (Hugging
+Face layout); the loader maps other layouts to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -47,12 +47,6 @@ class Weight:
 
     pieces: tuple[Piece, ...]
     store: Callable[..., object] | None
-
-
-@runtime_checkable
-class HasWeights(Protocol):
-    def weights(self, prefix: str) -> Iterator[Weight]:
-        """This layer's own weights; `prefix` is its module name with a trailing dot."""
 
 
 def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:

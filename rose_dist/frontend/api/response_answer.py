@@ -45,7 +45,6 @@ class ResponseAnswer:
         self._on_end = on_end
         self._sequence = 0
         self._open: OutputItem | None = None
-        self._call_index = -1
         self._pieces: list[str] = []
 
     def begin(self) -> list[bytes]:
