@@ -41,6 +41,7 @@ class EngineOptions:
     max_waiting: int
     max_context: int | None
     prefix_cache: bool
+    force_remote: int | None
     join_timeout: float
     log_dir: Path | None
 
@@ -74,6 +75,12 @@ _OPTIONS = (
     click.option("--max-waiting", default=100, show_default=True, help="Requests that may queue on a replica."),
     click.option("--max-context", type=click.IntRange(min=2), help="Most tokens of prompt and output."),
     click.option("--prefix-cache/--no-prefix-cache", default=True, show_default=True),
+    click.option(
+        "--force-remote",
+        type=click.IntRange(min=1),
+        metavar="RANKS",
+        help="Take every so many ranks of a host for a node of their own: expert rows between these go by network.",
+    ),
     click.option("--join-timeout", default=60.0, show_default=True, help="Seconds that a stage of start-up may take."),
     click.option("--log-dir", type=click.Path(path_type=Path), help="Where ranks other than 0 write their logs."),
 )
@@ -106,7 +113,7 @@ def joined(options: EngineOptions, log_level: int = logging.INFO) -> Iterator[tu
         layout = Layout.of(world.size, options.tp, options.dp, options.ep)
         check_layout(read_model_config(config.model), layout.tp)
         share_cores(world)
-        yield world, world.groups(layout), config
+        yield world, world.groups(layout, options.force_remote), config
 
 
 def shared_settings(options: EngineOptions) -> dict[str, str]:

@@ -26,6 +26,7 @@ from rose_dist.comm.guard import Guard
 from rose_dist.comm.layout import Layout, LayoutError, Place
 from rose_dist.comm.logs import configure_logging
 from rose_dist.comm.mpi_environment import mpi_environment
+from rose_dist.comm.topology import Topology
 from rose_dist.errors import RoseError
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class Groups:
     """The ranks that hold the other shards of the experts."""
     lockstep: Group
     """The ranks that must run the same number of steps."""
+    topology: Topology
+    """Of `ep`."""
 
     def free(self) -> None:
         """Give the communicators back; collective over the world."""
@@ -167,18 +170,21 @@ class World:
         if self._guard is not None:
             self._guard.frontend(process)
 
-    def groups(self, layout: Layout) -> Groups:
-        """This rank's groups. Collective over the world, with the same layout."""
+    def groups(self, layout: Layout, force_remote: int | None = None) -> Groups:
+        """This rank's groups. Collective over the world, with the same layout. `force_remote`: see `Topology.of`."""
         if layout.world != self.size:
             raise LayoutError(f"{layout} is for {layout.world} ranks, the world has {self.size}")
         place = layout.at(self.rank)
         with self.stage(f"make groups for {layout}", self._limit):
+            machines = self.group.all_gather_objects(machine_id())
+            members = place.ep_members
             return Groups(
                 layout=layout,
                 place=place,
                 tp=self._split(place.tp_members),
                 ep=self._split(place.ep_members),
                 lockstep=self._split(place.lockstep_members),
+                topology=Topology.of([machines[rank] for rank in members], members.index(self.rank), force_remote),
             )
 
     def _split(self, members: range) -> Group:
@@ -247,6 +253,12 @@ class World:
             self.close()
         elif self.size > 1:
             self._fail(error)
+
+
+def machine_id() -> str:
+    """The same for ranks whose GPUs may share an NVLink domain: those of one host, in one container."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
 class LaunchError(RoseError):
