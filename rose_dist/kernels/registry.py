@@ -12,6 +12,7 @@ from rose_dist.kernels.cute.all_reduce_multicast import Multicast
 from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
 from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
 from rose_dist.kernels.cute.embedding import Embed
+from rose_dist.kernels.cute.expert_map import MapExperts
 from rose_dist.kernels.cute.moe_combine import VECTOR_BYTES, Combine
 from rose_dist.kernels.cute.moe_dispatch_decode import DispatchDecode
 from rose_dist.kernels.cute.moe_dispatch_prefill import AssignSlots, ScatterRows
@@ -151,6 +152,8 @@ def _moe(arch: Arch) -> Iterator[Kernel]:
                 yield DispatchDecode(arch, experts, k, row_bytes, *copied, layout, splits, DECODE_THREADS)
             yield AssignSlots(arch, experts, k, layout, warps=8)
         yield ScatterRows(arch, k, tile(row_bytes // width, width, SCATTER_SHAPE), *copied)
+        for table_width in (0, 3):
+            yield MapExperts(arch, experts, k, table_width)
         bf16 = torch.bfloat16
         for accumulate in (False, True):
             yield Combine(arch, k, hidden, bf16, bf16, bf16 if bias else None, accumulate, VECTOR_BYTES)
