@@ -41,6 +41,7 @@ class EngineOptions:
     max_waiting: int
     max_context: int | None
     prefix_cache: bool
+    redundant_experts: int
     force_remote: int | None
     join_timeout: float
     log_dir: Path | None
@@ -59,6 +60,7 @@ class EngineOptions:
             max_waiting=self.max_waiting,
             max_context=self.max_context,
             prefix_cache=self.prefix_cache,
+            redundant_experts=self.redundant_experts,
         )
 
 
@@ -75,6 +77,13 @@ _OPTIONS = (
     click.option("--max-waiting", default=100, show_default=True, help="Requests that may queue on a replica."),
     click.option("--max-context", type=click.IntRange(min=2), help="Most tokens of prompt and output."),
     click.option("--prefix-cache/--no-prefix-cache", default=True, show_default=True),
+    click.option(
+        "--redundant-experts",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="Places of each layer for second copies of popular experts.",
+    ),
     click.option(
         "--force-remote",
         type=click.IntRange(min=1),
@@ -111,7 +120,7 @@ def joined(options: EngineOptions, log_level: int = logging.INFO) -> Iterator[tu
         config = options.config()
         world.require_agreement(shared_settings(options))
         layout = Layout.of(world.size, options.tp, options.dp, options.ep)
-        check_layout(read_model_config(config.model), layout.tp)
+        check_layout(read_model_config(config.model), layout, options.redundant_experts)
         share_cores(world)
         yield world, world.groups(layout, options.force_remote), config
 

@@ -29,6 +29,7 @@ class EngineConfig:
     max_waiting: requests that may queue for that; more are turned away.
     max_context: most tokens of prompt and output; None is the model's own.
     prefix_cache: reuse the blocks of equal prompt beginnings.
+    redundant_experts: slots of each layer, over all ranks, for copies of popular experts.
     """
 
     model: Path
@@ -40,6 +41,7 @@ class EngineConfig:
     max_waiting: int = 100
     max_context: int | None = None
     prefix_cache: bool = True
+    redundant_experts: int = 0
 
     def __post_init__(self) -> None:
         for name in ("block_size", "kv_tokens", "max_step_tokens", "max_running"):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+import time
 
 import msgspec
 
 from rose_dist.comm.world import Groups
 from rose_dist.engine.config import EngineConfig
+from rose_dist.engine.expert_balancer import ExpertBalancer
 from rose_dist.engine.grammar import GrammarCompiler, GrammarError
 from rose_dist.engine.kv_cache import KVCache
 from rose_dist.engine.mask_worker import MaskWorker
@@ -20,6 +22,9 @@ from rose_dist.models.checkpoint import Progress
 from rose_dist.models.gpt_oss import GptOssForCausalLM
 from rose_dist.models.loader import load_model
 from rose_dist.vocabulary import VocabularyError, checkpoint_token_bytes
+
+LOAD_SECONDS = 2.0
+"""How often the experts' load is read while the engine works."""
 
 
 class Outcome(enum.Enum):
@@ -47,6 +52,10 @@ class Engine:
         self.max_context = min(config.max_context or model.config.max_context, model.config.max_context)
         kv = KVCache(self.runner.specs, config.block_size, config.prefix_cache)
         self.scheduler = Scheduler(config, kv, self.max_context, model.config.vocab_size)
+        self.balancer = ExpertBalancer(model, groups)
+        self.rebalance_wanted = False
+        """A leader's wish; the next step fulfils it on all ranks of the lockstep group."""
+        self._load_told = 0.0
         self._compiler: GrammarCompiler | None = None
         self._mask_worker: MaskWorker | None = None
         self._encoder = msgspec.msgpack.Encoder()
@@ -56,7 +65,12 @@ class Engine:
     def load(cls, config: EngineConfig, groups: Groups, progress: Progress | None = None) -> Engine:
         """Read the checkpoint's part for this rank."""
         model = load_model(
-            config.model, groups, max_tokens=config.max_step_tokens, dtype=config.torch_dtype, progress=progress
+            config.model,
+            groups,
+            max_tokens=config.max_step_tokens,
+            dtype=config.torch_dtype,
+            redundant_experts=config.redundant_experts,
+            progress=progress,
         )
         return cls(config, groups, model)
 
@@ -99,10 +113,30 @@ class Engine:
         """
         plan = self.scheduler.schedule() if self.leader else Plan(Step(), ())
         staying = self.leader and not stop
-        work, stay = self.groups.lockstep.all_reduce_max([bool(plan.step.sequences), staying])
-        if not work:
-            return (Outcome.IDLE if stay else Outcome.STOPPED), []
-        return Outcome.WORKED, self._run(plan)
+        work, stay, rebalance = self.groups.lockstep.all_reduce_max(
+            [bool(plan.step.sequences), staying, self.rebalance_wanted]
+        )
+        if rebalance:
+            self.rebalance_wanted = False
+            self.balancer.rebalance()
+        if work:
+            deliveries = self._run(plan)
+            self._tell_load(time.monotonic() - self._load_told > LOAD_SECONDS)
+            return Outcome.WORKED, deliveries
+        self._tell_load(True)
+        if rebalance:
+            return Outcome.WORKED, []
+        return (Outcome.IDLE if stay else Outcome.STOPPED), []
+
+    def _tell_load(self, due: bool) -> None:
+        """Bring the experts' load into the gauges; reading it waits for the device, so only now and then."""
+        if due and self.leader:
+            self._load_told = time.monotonic()
+            load, stats = self.balancer.load(), self.scheduler.stats
+            stats.expert_load = load.sum(0).tolist()
+            stats.expert_balance = self.balancer.balance(load)
+            stats.expert_rebalances = self.balancer.rebalances
+            stats.expert_bytes_moved = self.balancer.bytes_received
 
     def _run(self, plan: Plan) -> list[Delivery]:
         step = plan.step

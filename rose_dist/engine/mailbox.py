@@ -9,7 +9,17 @@ import msgspec
 import zmq
 
 from rose_dist.engine.engine import Engine
-from rose_dist.engine.protocol import Cancel, EngineStats, Generate, Hello, Output, Outputs, Shutdown, ToEngine
+from rose_dist.engine.protocol import (
+    Cancel,
+    EngineStats,
+    Generate,
+    Hello,
+    Output,
+    Outputs,
+    Rebalance,
+    Shutdown,
+    ToEngine,
+)
 from rose_dist.engine.scheduler import Delivery
 
 logger = logging.getLogger(__name__)
@@ -40,7 +50,7 @@ class Mailbox:
                 self._handle(engine, client, self._decoder.decode(message))
             except msgspec.DecodeError:
                 logger.exception("a frontend sent a message that can't be read; it is dropped")
-        return engine.scheduler.has_work or self.stopping
+        return engine.scheduler.has_work or self.stopping or engine.rebalance_wanted
 
     def _handle(self, engine: Engine, client: bytes, message: ToEngine) -> None:
         match message:
@@ -48,6 +58,8 @@ class Mailbox:
                 self.deliver(engine.submit(client, message), engine.scheduler.stats)
             case Cancel(request_id):
                 engine.scheduler.cancel(client, request_id)
+            case Rebalance():
+                engine.rebalance_wanted = True
             case Hello():
                 self._clients.add(client)
                 self.socket.send_multipart([client, self._encoder.encode(engine.ready())])

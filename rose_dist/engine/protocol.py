@@ -73,7 +73,11 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """The frontend has drained; every rank leaves its step loop."""
 
 
-ToEngine = Generate | Cancel | Hello | Shutdown
+class Rebalance(msgspec.Struct, frozen=True, tag="rebalance"):
+    """Rearrange the experts over the ranks by the load seen, before the next step."""
+
+
+ToEngine = Generate | Cancel | Hello | Shutdown | Rebalance
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -117,6 +121,13 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Tokens that went through the model, prefill and decode."""
     rows_sent: int = 0
     """Rows that this rank sent to experts of other ranks."""
+    expert_load: list[int] = []
+    """By expert, how often this leader's tokens chose it, all layers together; brought up to date every 2 s."""
+    expert_balance: float = 1.0
+    """How evenly this leader's tokens load the ranks, over all of its time: mean / busiest rank; 1 is even."""
+    expert_rebalances: int = 0
+    expert_bytes_moved: int = 0
+    """Bytes of weights that came to this rank in them."""
 
 
 class Outputs(msgspec.Struct, kw_only=True, tag="outputs"):

@@ -162,6 +162,13 @@ class Metrics(Collector):
             for rank, leader in enumerate(self._leaders):
                 family.add_metric([self._model, str(rank)], read(leader.stats))
             yield family
+        load = CounterMetricFamily(
+            "rose:expert_load", "How often tokens chose an expert, all layers together", labels=[*labels, "expert"]
+        )
+        for rank, leader in enumerate(self._leaders):
+            for expert, count in enumerate(leader.stats.expert_load):
+                load.add_metric([self._model, str(rank), str(expert)], count)
+        yield load
         info = GaugeMetricFamily("rose:engine_info", "Always 1; what the engine is", labels=[*labels, "layout"])
         for rank, leader in enumerate(self._leaders):
             if leader.ready is not None:
@@ -185,4 +192,12 @@ _ENGINE = (
     (CounterMetricFamily, "engine_steps", "Steps of the engine", lambda s: s.steps),
     (CounterMetricFamily, "engine_step_tokens", "Tokens through the model", lambda s: s.step_tokens),
     (CounterMetricFamily, "moe_rows_sent", "Rows sent to experts of other ranks", lambda s: s.rows_sent),
+    (
+        GaugeMetricFamily,
+        "expert_balance",
+        "Mean over busiest rank's load",
+        lambda s: s.expert_balance,
+    ),
+    (CounterMetricFamily, "expert_rebalances", "Times that experts were rearranged", lambda s: s.expert_rebalances),
+    (CounterMetricFamily, "expert_bytes_moved", "Weights that came to this rank by it", lambda s: s.expert_bytes_moved),
 )

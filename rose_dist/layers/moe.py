@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from rose_dist.kernels.grouped_linear import grouped_linear
 from rose_dist.kernels.mxfp4 import dequantize_mxfp4
 from rose_dist.kernels.routing import topk_softmax
 from rose_dist.kernels.swiglu import clamped_swiglu
+from rose_dist.layers.expert_map import ExpertMap
 from rose_dist.layers.linear import Linear
 from rose_dist.layers.weights import Piece, Weight, copy_into, length, parameter, share
 
@@ -24,12 +25,12 @@ MXFP4_BLOCK = 32
 class ExpertShare:
     """The experts, and the slice of each one's intermediate dimension, that one rank holds.
 
-    experts: range of expert ids.
+    experts: expert ids, in the order of the rank's slots.
     slices, slice_index: over how many ranks an expert is spread, and which of them this is.
     """
 
     num_experts: int
-    experts: range
+    experts: Sequence[int]
     slices: int
     slice_index: int
 
@@ -82,11 +83,16 @@ class Experts(nn.Module):
                 yield Weight(pieces, self._store(destination[local]))
             if not self.held.experts:
                 yield Weight(self._matrix(name, shape, slice(0, 0), rows, columns), None)
-        mine = slice(self.held.experts.start, self.held.experts.stop)
-        bias = Piece.of(prefix + "gate_up_proj_bias", (experts, 2 * intermediate), mine, both)
-        yield Weight((bias,), copy_into(self.gate_up_proj_bias))
-        store = None if self.down_proj_bias is None else copy_into(self.down_proj_bias)
-        yield Weight((Piece.of(prefix + "down_proj_bias", (experts, hidden), mine),), store)
+        biases: tuple[tuple[str, tuple[int, int], slice, Tensor | None], ...] = (
+            (prefix + "gate_up_proj_bias", (experts, 2 * intermediate), both, self.gate_up_proj_bias),
+            (prefix + "down_proj_bias", (experts, hidden), slice(0, hidden), self.down_proj_bias),
+        )
+        for name, whole, part, bias in biases:
+            for local, expert in enumerate(self.held.experts):
+                piece = Piece.of(name, whole, slice(expert, expert + 1), part)
+                yield Weight((piece,), None if bias is None else copy_into(bias[local : local + 1]))
+            if not self.held.experts:
+                yield Weight((Piece.of(name, whole, slice(0, 0)),), None)
 
     def _matrix(
         self, name: str, shape: tuple[int, int], expert: slice, rows: slice, columns: slice
@@ -111,17 +117,27 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """router → dispatch → experts → combine."""
 
-    def __init__(self, hidden: int, experts: Experts, top_k: int, exchange: AllToAll, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        experts: Experts,
+        top_k: int,
+        exchange: AllToAll,
+        expert_map: ExpertMap,
+        *,
+        dtype: torch.dtype,
+    ) -> None:
         super().__init__()
         self.router = Linear(hidden, experts.held.num_experts, dtype=dtype)
         self.experts = experts
         self.top_k = top_k
         self.exchange = exchange
+        self.expert_map = expert_map
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, hidden] → [tokens, hidden], complete on every rank."""
         ids, weights = topk_softmax(self.router(x), self.top_k)
-        dispatched = self.exchange.dispatch(x, Routing(ids, weights))
+        dispatched = self.exchange.dispatch(x, Routing(self.expert_map(ids), weights))
         expert_out = self.experts(dispatched.x, dispatched.counts)
         out = torch.empty_like(x)
         self.exchange.combine(expert_out, dispatched, out=out)

@@ -7,11 +7,13 @@ from torch import Tensor, nn
 
 from rose_dist.comm.all_to_all.create import create as create_all_to_all
 from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig
+from rose_dist.comm.expert_placement import Placement
 from rose_dist.comm.group import Group
-from rose_dist.comm.layout import LayoutError
+from rose_dist.comm.layout import Layout, LayoutError
 from rose_dist.comm.world import Groups
 from rose_dist.layers.attention import Attention, HeadShare
 from rose_dist.layers.embedding import OutputHead, VocabParallelEmbedding
+from rose_dist.layers.expert_map import ExpertMap
 from rose_dist.layers.forward_batch import ForwardBatch, GroupBatch, KVGroup
 from rose_dist.layers.moe import Experts, ExpertShare, MoE
 from rose_dist.layers.norm import RMSNorm
@@ -26,6 +28,7 @@ class GptOssDecoderLayer(nn.Module):
         held: ExpertShare,
         tp: Group,
         exchange: AllToAll,
+        expert_map: ExpertMap,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
@@ -36,7 +39,7 @@ class GptOssDecoderLayer(nn.Module):
         experts = Experts(
             hidden, config.intermediate_size, held, limit=config.swiglu_limit, mxfp4=config.mxfp4, dtype=dtype
         )
-        self.mlp = MoE(hidden, experts, config.num_experts_per_tok, exchange, dtype=dtype)
+        self.mlp = MoE(hidden, experts, config.num_experts_per_tok, exchange, expert_map, dtype=dtype)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, place: int, batch: GroupBatch
@@ -59,18 +62,21 @@ class GptOssDecoderLayer(nn.Module):
 class GptOssModel(nn.Module):
     """Embedding, decoder layers and the last norm."""
 
-    def __init__(self, config: GptOssConfig, groups: Groups, max_tokens: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: GptOssConfig, groups: Groups, max_tokens: int, dtype: torch.dtype, redundant_experts: int
+    ) -> None:
         super().__init__()
         place, layout = groups.place, groups.layout
         heads = HeadShare(
             config.num_attention_heads, config.num_key_value_heads, config.head_dim, layout.tp, place.tp_rank
         )
+        placement = Placement.initial(config.num_local_experts, layout.ep, redundant_experts)
         held = ExpertShare(
-            config.num_local_experts, place.expert_range(config.num_local_experts), layout.expert_tp, place.expert_slice
+            config.num_local_experts, placement.of_rank(place.ep_rank), layout.expert_tp, place.expert_slice
         )
         exchange = create_all_to_all(
             AllToAllConfig(
-                num_experts=config.num_local_experts,
+                num_experts=len(placement.slots),
                 top_k=config.num_experts_per_tok,
                 hidden=config.hidden_size,
                 max_tokens=max_tokens,
@@ -81,8 +87,12 @@ class GptOssModel(nn.Module):
         self.exchange = exchange
         self.kv_groups = kv_groups(config, heads)
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp=groups.tp, dtype=dtype)
+        self.expert_load = torch.zeros(config.num_hidden_layers, config.num_local_experts, dtype=torch.int64)
+        # Tensor-parallel ranks hold the same tokens and must choose the same slots.
+        self.expert_maps = [ExpertMap(placement, place.dp_rank, load) for load in self.expert_load]
         self.layers = nn.ModuleList(
-            GptOssDecoderLayer(config, heads, held, groups.tp, exchange, dtype) for _ in range(config.num_hidden_layers)
+            GptOssDecoderLayer(config, heads, held, groups.tp, exchange, expert_map, dtype)
+            for expert_map in self.expert_maps
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.cos, self.sin = config.rotary.tables(dtype)
@@ -101,19 +111,28 @@ class GptOssModel(nn.Module):
 
 
 class GptOssForCausalLM(nn.Module):
-    def __init__(self, config: GptOssConfig, groups: Groups, max_tokens: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: GptOssConfig,
+        groups: Groups,
+        max_tokens: int,
+        dtype: torch.dtype,
+        redundant_experts: int = 0,
+    ) -> None:
         """
         Args:
             max_tokens: most tokens of one step on one rank.
             dtype: of weights and activations.
+            redundant_experts: slots of each layer beyond one an expert, for copies of popular experts.
 
         Raises:
-            LayoutError: the heads can't be split over the tensor-parallel ranks.
+            LayoutError: the heads can't be split over the tensor-parallel ranks, or so many redundant experts are of no
+                use.
         """
         super().__init__()
-        check_layout(config, groups.layout.tp)
+        check_layout(config, groups.layout, redundant_experts)
         self.config = config
-        self.model = GptOssModel(config, groups, max_tokens, dtype)
+        self.model = GptOssModel(config, groups, max_tokens, dtype, redundant_experts)
         self.lm_head = OutputHead(self.model.embed_tokens, tied=config.tie_word_embeddings)
 
     @property
@@ -125,18 +144,29 @@ class GptOssForCausalLM(nn.Module):
         """Rows sent to experts of other ranks since start."""
         return self.model.exchange.rows_sent
 
+    @property
+    def expert_load(self) -> Tensor:
+        """int64 [layers, experts], on the model's device: how often each expert was chosen by this rank's tokens."""
+        return self.model.expert_load
+
+    @property
+    def moe_layers(self) -> list[MoE]:
+        return [module for module in self.model.modules() if isinstance(module, MoE)]
+
     def forward(self, batch: ForwardBatch) -> Tensor | None:
         """fp32 [wanted rows, vocabulary] on the first rank of each tensor-parallel group, None on the others."""
         logits: Tensor | None = self.lm_head(self.model(batch))
         return logits
 
 
-def check_layout(config: GptOssConfig, tp: int) -> None:
+def check_layout(config: GptOssConfig, layout: Layout, redundant_experts: int = 0) -> None:
+    """Raises `LayoutError` for what the model can't be split over."""
+    Placement.initial(config.num_local_experts, layout.ep, redundant_experts)
     allowed = HeadShare.allowed_tp(config.num_attention_heads, config.num_key_value_heads)
-    if tp not in allowed:
+    if layout.tp not in allowed:
         raise LayoutError(
-            f"tp {tp} does not split {config.num_attention_heads} query heads and {config.num_key_value_heads} key "
-            f"heads; possible are {', '.join(map(str, allowed))}"
+            f"tp {layout.tp} does not split {config.num_attention_heads} query heads and {config.num_key_value_heads} "
+            f"key heads; possible are {', '.join(map(str, allowed))}"
         )
 
 

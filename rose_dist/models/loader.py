@@ -23,16 +23,23 @@ def read_model_config(folder: Path) -> GptOssConfig:
 
 
 def load_model(
-    folder: Path, groups: Groups, *, max_tokens: int, dtype: torch.dtype, progress: Progress | None = None
+    folder: Path,
+    groups: Groups,
+    *,
+    max_tokens: int,
+    dtype: torch.dtype,
+    redundant_experts: int = 0,
+    progress: Progress | None = None,
 ) -> GptOssForCausalLM:
     """Build the model and read this rank's part of its weights.
 
     Args:
         max_tokens: most tokens of one step on one rank.
         dtype: of weights and activations in memory.
+        redundant_experts: slots of each layer beyond one an expert.
     """
     config = read_model_config(folder)
     tensors = hugging_face_names(list_tensors(folder), config)
-    model = GptOssForCausalLM(config, groups, max_tokens, dtype)
+    model = GptOssForCausalLM(config, groups, max_tokens, dtype, redundant_experts)
     load(named_weights(model), tensors, progress)
     return model.eval()

@@ -1,0 +1,37 @@
+"""Where the experts of one layer are, and how much each was chosen."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rose_dist.comm.expert_placement import Placement
+from rose_dist.kernels.expert_map import map_experts
+
+
+class ExpertMap:
+    """From the experts that the router names to the slots that the exchange knows, and the experts' load.
+
+    The tensors stay where they are, so that captured graphs see a new placement.
+    """
+
+    def __init__(self, placement: Placement, replica: int, load: Tensor) -> None:
+        """
+        Args:
+            replica: number of the data-parallel replica; replicas begin with different slots of an expert.
+            load: int64 [experts], pairs of token and place that chose each since start.
+        """
+        self.replica = replica
+        self.load = load
+        self.placement = placement
+        self._table = torch.from_numpy(placement.table()).to(load.device)
+        self._single = placement.ranks == 1
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """int32 [tokens, top_k], experts to slots; counts them."""
+        return map_experts(ids, self.load, None if self._single else self._table, turn=self.replica)
+
+    def place(self, placement: Placement) -> None:
+        """From now on experts are there; it has as many slots as the one before."""
+        self.placement = placement
+        self._table.copy_(torch.from_numpy(placement.table()))
