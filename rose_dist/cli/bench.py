@@ -23,6 +23,7 @@ class Figures:
 
     first_token_ms: from the call to the last request's first token.
     step_ms: between the tokens of a request, after that.
+    expert_balance: of all tokens since start, under the present placement: mean over busiest rank's load.
     """
 
     batch: int
@@ -30,6 +31,7 @@ class Figures:
     prefill_tokens_per_s: float
     step_ms: float
     decode_tokens_per_s: float
+    expert_balance: float
 
 
 @click.command("bench")
@@ -38,6 +40,7 @@ class Figures:
 @click.option("--prompt-tokens", type=click.IntRange(min=1), default=128, show_default=True)
 @click.option("--output-tokens", type=click.IntRange(min=2), default=64, show_default=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="After one that warms up.")
+@click.option("--rebalance", is_flag=True, help="Rearrange the experts after each batch size's first round.")
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON a batch size.")
 def command(
     options: EngineOptions,
@@ -46,6 +49,7 @@ def command(
     prompt_tokens: int,
     output_tokens: int,
     rounds: int,
+    rebalance: bool,
     as_json: bool,
 ) -> None:
     """Measure prefill and decode of MODEL with random prompts, requests all on rank 0's replica."""
@@ -56,29 +60,33 @@ def command(
             click.echo(
                 f"{session.engine.groups.layout}, {options.dtype}, {prompt_tokens} tokens in, {output_tokens} out"
             )
-            click.echo("batch  first token ms  prefill tok/s  step ms  decode tok/s")
+            click.echo("batch  first token ms  prefill tok/s  step ms  decode tok/s  expert balance")
         for batch in batches:
-            figures = _measure(session, batch, prompt_tokens, output_tokens, rounds)
+            figures = _measure(session, batch, prompt_tokens, output_tokens, rounds, rebalance)
             click.echo(json.dumps(asdict(figures)) if as_json else _line(figures))
 
 
 def _line(figures: Figures) -> str:
     return (
         f"{figures.batch:5}  {figures.first_token_ms:14.1f}  {figures.prefill_tokens_per_s:13.0f}  "
-        f"{figures.step_ms:7.2f}  {figures.decode_tokens_per_s:12.1f}"
+        f"{figures.step_ms:7.2f}  {figures.decode_tokens_per_s:12.1f}  {figures.expert_balance:14.2f}"
     )
 
 
-def _measure(session: OfflineSession, batch: int, prompt_tokens: int, output_tokens: int, rounds: int) -> Figures:
+def _measure(
+    session: OfflineSession, batch: int, prompt_tokens: int, output_tokens: int, rounds: int, rebalance: bool
+) -> Figures:
     vocabulary = session.engine.scheduler.vocab_size
     runs = []
     for seed in range(rounds + 1):
         draw = random.Random(seed)
         prompts = [[draw.randrange(vocabulary) for _ in range(prompt_tokens)] for _ in range(batch)]
         runs.append(_run(session, prompts, output_tokens))
+        session.engine.rebalance_wanted = rebalance and seed == 0
     first = statistics.median(first for first, _ in runs[1:])
     step = statistics.median((whole - first) / (output_tokens - 1) for first, whole in runs[1:])
-    return Figures(batch, first * 1e3, batch * prompt_tokens / first, step * 1e3, batch / step)
+    balance = session.engine.scheduler.stats.expert_balance
+    return Figures(batch, first * 1e3, batch * prompt_tokens / first, step * 1e3, batch / step, balance)
 
 
 def _run(session: OfflineSession, prompts: Sequence[list[int]], count: int) -> tuple[float, float]:

@@ -23,6 +23,7 @@ from rose_dist.engine.protocol import (
     Output,
     Outputs,
     Ready,
+    Rebalance,
     Shutdown,
     ToEngine,
     ToFrontend,
@@ -179,6 +180,11 @@ class EngineClient:
     def cancel(self, leader: Leader, request_id: str) -> None:
         if self._forget(request_id):
             self._send(leader, Cancel(request_id))
+
+    def rebalance(self) -> None:
+        """Ask every leader to have the experts rearranged; how it went is in the stats that follow."""
+        for leader in self.leaders:
+            self._send(leader, Rebalance())
 
     def abort_all(self, error: Exception) -> None:
         for generation in {generation for generation, _ in self._generations.values()}:

@@ -25,6 +25,7 @@ from rose_dist.engine.protocol import (
     Output,
     Outputs,
     Ready,
+    Rebalance,
     Shutdown,
     ToEngine,
     TokenLogprobs,
@@ -86,7 +87,7 @@ class StubEngine:
         self._running: dict[str, Running] = {}
         self._waiting: deque[Running] = deque()
         self._clients: set[bytes] = set()
-        self._stats = EngineStats(kv_blocks_total=1000)
+        self._stats = EngineStats(kv_blocks_total=1000, expert_load=[7, 0, 2])
         self._report = open(config.report, "a", buffering=1) if config.report else None  # noqa: SIM115
 
     def run(self) -> None:
@@ -120,6 +121,9 @@ class StubEngine:
                 self._send(identity, self._ready())
             elif isinstance(message, Cancel):
                 self._cancel(identity, message.request_id)
+            elif isinstance(message, Rebalance):
+                self._stats.expert_rebalances += 1
+                self._send_outputs(identity, [])
             else:
                 self._add(identity, message)
 

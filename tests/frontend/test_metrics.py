@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rose_dist.frontend.metrics import Histogram
-from tests.frontend.running import Frontend
+from tests.frontend.running import Frontend, wait_for
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana.json"
 
@@ -23,6 +23,17 @@ def test_counts_after_some_requests(frontend: Frontend) -> None:
     assert families["rose:request_params_n"].type == "histogram"
     samples = {(s.name, *s.labels.values()): s.value for s in families["rose:request_success"].samples}
     assert samples["rose:request_success_total", "length", "tiny-chat"] >= 2
+
+
+def test_experts_have_a_load_each_and_can_be_rearranged(frontend: Frontend) -> None:
+    assert frontend.post("/v1/experts/rebalance", {})[0] == 202
+    wait_for(lambda: frontend.metric("expert_rebalances_total") >= 1)
+    families = {f.name: f for f in text_string_to_metric_families(frontend.get("/metrics")[1].decode())}
+    assert [(s.labels["expert"], s.value) for s in families["rose:expert_load"].samples] == [
+        ("0", 7),
+        ("1", 0),
+        ("2", 2),
+    ]
 
 
 def test_histogram_is_cumulative_and_bounds_are_inclusive() -> None:

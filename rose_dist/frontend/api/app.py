@@ -25,6 +25,7 @@ def build_app(service: Service) -> ASGIApp:
             Route("/v1/responses/{response_id}", responses.retrieve),
             Route("/v1/responses/{response_id}", responses.delete, methods=["DELETE"]),
             Route("/v1/responses/{response_id}/cancel", responses.cancel, methods=["POST"]),
+            Route("/v1/experts/rebalance", status.rebalance, methods=["POST"]),
             Route("/v1/models", status.models),
             Route("/v1/models/{name:path}", status.model),
             Route("/health", status.health),

@@ -76,6 +76,13 @@ def description(model_names: list[str]) -> Json:
                 "parameters": [_path_parameter("name")],
                 "get": _operation("The model, if it has this name.", {_JSON: _of(Model)}),
             },
+            "/v1/experts/rebalance": {
+                "post": _operation(
+                    "Rearrange the experts over the ranks by the load seen.",
+                    {_JSON: {}},
+                    status="202",
+                )
+            },
             "/health": {
                 "get": _operation("200 once the model is loaded, 503 before and while the server drains.", {_JSON: {}})
             },
@@ -99,12 +106,12 @@ def _create(request: type[msgspec.Struct], answer: Json, data: Json) -> Json:
     return operation | {"requestBody": {"required": True, "content": {_JSON: {"schema": _of(request)}}}}
 
 
-def _operation(summary: str, answers: dict[str, Json]) -> Json:
+def _operation(summary: str, answers: dict[str, Json], status: str = "200") -> Json:
     content = {media_type: {"schema": schema} for media_type, schema in answers.items()}
     return {
         "summary": summary,
         "responses": {
-            "200": {"description": "The answer.", "content": content},
+            status: {"description": "The answer.", "content": content},
             "default": {
                 "description": "What was wrong, what is allowed, and how to mend it.",
                 "content": {_JSON: {"schema": _of(ErrorResponse)}},

@@ -42,6 +42,12 @@ class Status:
             state = "ok" if service.client.ready else "loading"
         return JsonResponse({"status": state}, status_code=200 if state == "ok" else 503)
 
+    async def rebalance(self, request: Request) -> Response:
+        """Have the experts rearranged over the ranks by the load seen; 202 at once, the metrics tell of the end."""
+        self._service.admit()
+        self._service.client.rebalance()
+        return JsonResponse({"status": "started"}, status_code=202)
+
     async def metrics(self, request: Request) -> Response:
         return Response(self._service.metrics.exposition(), headers={"content-type": CONTENT_TYPE})
 
