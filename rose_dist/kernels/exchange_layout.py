@@ -20,21 +20,20 @@ counts of the sources before s. So no rank waits for another before its first by
 rows (source, token, place) is nobody's choice.
 
 A source with at most `packet_tokens` tokens sends packets (`cute.packets`: 12 bytes of data and the epoch, no flag);
-with more it sends plain rows, `CHUNK` tokens at a time, each chunk with a flag. Results come back the same way: to place
-(token, place in the top k) of the source. Each area has several copies, used in turn by epoch.
+with more it sends plain rows, `CHUNK` tokens at a time, each chunk with a flag. Results come back the same way, to
+place (token, place in the top k) of the source. Each area has several copies, used in turn by epoch. The areas:
 
-| area | holds | written by | read by | ordered by |
-|---|---|---|---|---|
-| headers | packets [copies, source, header_packets] | every source | dispatch's receiver | epoch in the packet |
-| record_packets | packets [copies, source, packet_tokens, meta_packets + data_packets] | as above | as above | as above |
-| records | bytes [copies, source, max_tokens, record_bytes] | a source with many tokens | dispatch's receiver | its flag |
-| runs | u32 [copies, source, chunks, 2]: first record << 8 \\| records, then the flag | the block that wrote the chunk; \
-flag: release, sys | one thread of the block that takes the chunk; acquire, sys | publishes run and records |
-| result_packets | packets [result_copies, packet_tokens, top_k, result_row_packets] | the experts' rank | combine's \
-receiver, the token's source | epoch in the packet |
-| results | bytes [result_copies, max_tokens, top_k, result_bytes] | the experts' rank | the token's source | its flag |
-| result_flags | u32 [result_copies, experts' rank, chunks] | the block that wrote the chunk's results; release, sys | \
-one thread of the block that sums the chunk; acquire, sys | publishes them |
+- `headers`: packets [copies, source, header_packets], written by every source.
+- `record_packets`: packets [copies, source, packet_tokens, record_packets], written by sources with few tokens.
+- `records`: bytes [copies, source, max_tokens, record_bytes], written by sources with many.
+- `runs`: u32 [copies, source, chunks, 2]: first record << 8 | number of records, then the chunk's flag. Flag: written by
+  thread `destination` of the block that wrote the chunk's records (release, system scope), with the epoch; read by
+  one thread of the block that takes the chunk (acquire, system scope). It publishes the run and its records.
+- `result_packets`: packets [result_copies, packet_tokens, top_k, result_packets], written by the experts' ranks.
+- `results`: bytes [result_copies, max_tokens, top_k, result_bytes], written by the experts' ranks.
+- `result_flags`: u32 [result_copies, experts' rank, chunks]: written by one thread of the block that wrote what it has
+  of the chunk's results (release, system scope), with the epoch; read by thread `rank` of the block that sums the
+  chunk (acquire, system scope). It publishes those results.
 
 Copies. Let F dispatches wait for their combine at most (`in_flight`). Whoever sends exchange e has received e − F from
 every rank (headers always come), and that rank had received e − 2F before it sent e − F: so 2F copies suffice for what

@@ -22,7 +22,7 @@ DEEPSEEK = ExchangeLayout(
 AREAS = ("headers", "record_packets", "records", "runs", "result_packets", "results", "result_flags")
 
 layouts = st.builds(
-    lambda **sizes: ExchangeLayout(**sizes),
+    ExchangeLayout,
     ranks=st.integers(2, 32), experts=st.integers(1, 2048), top_k=st.integers(1, 32), max_tokens=st.integers(1, 20_000),
     row_bytes=st.integers(1, 2048).map(lambda n: 16 * n), scale_bytes=st.integers(0, 512),
     result_bytes=st.integers(1, 4096).map(lambda n: 16 * n), in_flight=st.integers(1, 5),
