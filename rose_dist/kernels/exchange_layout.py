@@ -26,8 +26,8 @@ place (token, place in the top k) of the source. Each area has several copies, u
 - `headers`: packets [copies, source, header_packets], written by every source.
 - `record_packets`: packets [copies, source, packet_tokens, record_packets], written by sources with few tokens.
 - `records`: bytes [copies, source, max_tokens, record_bytes], written by sources with many.
-- `runs`: u32 [copies, source, chunks, 2]: first record << 8 | number of records, then the chunk's flag. Flag: written by
-  thread `destination` of the block that wrote the chunk's records (release, system scope), with the epoch; read by
+- `runs`: u32 [copies, source, chunks, 2]: first record << 8 | number of records, then the chunk's flag. Flag: written
+  by thread `destination` of the block that wrote the chunk's records (release, system scope), with the epoch; read by
   one thread of the block that takes the chunk (acquire, system scope). It publishes the run and its records.
 - `result_packets`: packets [result_copies, packet_tokens, top_k, result_packets], written by the experts' ranks.
 - `results`: bytes [result_copies, max_tokens, top_k, result_bytes], written by the experts' ranks.
@@ -45,7 +45,6 @@ wrap around.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from rose_dist.kernels import checks
 from rose_dist.kernels.expert_slots import MAX_EXPERTS, MAX_K, MAX_PAIRS
@@ -172,12 +171,12 @@ class ExchangeLayout:
 
     # --- Where it stands ---------------------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def copies(self) -> int:
         """Of what dispatch sends."""
         return 2 * self.result_copies
 
-    @cached_property
+    @property
     def result_copies(self) -> int:
         """Of results."""
         return 1 << (self.in_flight - 1).bit_length()
@@ -217,7 +216,7 @@ class ExchangeLayout:
         """From one copy of the result flags to the next."""
         return 4 * self.ranks * self.chunks if self.has_rows else 0
 
-    @cached_property
+    @property
     def _areas(self) -> dict[str, int]:
         """Bytes of each area, in the order in which they stand in a region."""
         sent, results = self.copies * self.ranks, self.result_copies
@@ -240,7 +239,7 @@ class ExchangeLayout:
             offset += _round(size, ALIGNMENT)
         raise KeyError(area)
 
-    @cached_property
+    @property
     def region_bytes(self) -> int:
         """Of one rank's region."""
         return sum(_round(size, ALIGNMENT) for size in self._areas.values())
