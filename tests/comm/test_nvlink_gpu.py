@@ -1,0 +1,156 @@
+"""Experts over data-parallel GPUs, emulated: dispatch and combine of all ranks, bit by bit against `oracle`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from rose_dist.comm.all_to_all.local_gpu import GpuOptions
+from rose_dist.comm.all_to_all.nvlink import NvLink, exchange_layout
+from rose_dist.comm.all_to_all.protocol import Dispatched, Routing
+from rose_dist.comm.layout import Layout
+from rose_dist.comm.symmetric_memory import Region
+from rose_dist.kernels.arch import ARCHS
+from rose_dist.kernels.expert_slots import PackedLayout
+from tests.comm.emulated import SMS, Cluster
+from tests.comm.oracle import Batch, Case, expected_out, expected_rows, run_experts
+from tests.comm.test_all_to_all import BF16, CASES, FP8, same_bits
+
+DEVICE = torch.device("cuda", 0)
+
+
+@dataclass(frozen=True)
+class One:
+    """A rank of a group all of whose members say the same."""
+
+    rank: int
+    size: int
+
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+
+class Job:
+    """An all-to-all on every rank of a cluster."""
+
+    def __init__(
+        self, case: Case, ranks: int, monkeypatch: pytest.MonkeyPatch, *, in_flight: int = 1,
+        packed: PackedLayout | None = None, arch: str = "sm_90a", max_tokens: int = 0,
+    ) -> None:  # fmt: skip
+        self.config = replace(case.config, max_tokens=max_tokens or case.config.max_tokens)
+        self.layout = Layout(ranks, tp=1, dp=ranks, ep=ranks)
+        region_bytes = exchange_layout(self.config, ranks, in_flight).region_bytes
+        self.cluster = Cluster(ranks, region_bytes, monkeypatch, ARCHS[arch])
+        addresses = tuple(self.cluster.peers.addresses[:ranks])
+        options = GpuOptions(device=DEVICE, in_flight=in_flight, layout=packed or PackedLayout())
+        self.moes = []
+        for rank in range(ranks):
+            with self.cluster.on(rank):
+                take = lambda size: Region(torch.empty(0), addresses)  # noqa: E731, ARG005
+                self.moes.append(NvLink(self.config, One(rank, ranks), options, take, SMS))
+
+    def each(self, function: Any) -> list[Any]:
+        results = []
+        for rank in range(len(self.moes)):
+            with self.cluster.on(rank):
+                results.append(function(rank))
+        return results
+
+    def run(self, seed: int = 0, **options: Any) -> None:
+        self.cluster.peers.run(seed=seed, **options)
+        for moe in self.moes:
+            moe.check()
+
+
+class Exchange:
+    """One dispatch and combine of all ranks."""
+
+    def __init__(self, job: Job, case: Case) -> None:
+        self.job, self.case = job, case
+        self.batches = [Batch.of(case, rank) for rank in range(len(job.moes))]
+
+    def arguments(self, rank: int) -> tuple[Any, dict[str, Any]]:
+        batch, tensor = self.batches[rank], self.job.cluster.tensor
+        routing = Routing(tensor(batch.routing.ids), tensor(batch.routing.weights))
+        rows = None if self.case.rows is None else tensor(torch.tensor([batch.live], dtype=torch.int32))
+        scales = None if batch.scales is None else tensor(batch.scales)
+        return (tensor(batch.x), routing), {"scales": scales, "rows": rows}
+
+    def dispatch(self, half: str = "dispatch") -> None:
+        def call(rank: int) -> Any:
+            positional, named = self.arguments(rank)
+            return getattr(self.job.moes[rank], half)(*positional, **named)
+
+        self.given = self.job.each(call)
+
+    def receive(self) -> None:
+        self.given = self.job.each(lambda rank: self.job.moes[rank].dispatch_recv(self.given[rank]))
+
+    def check_rows(self, packed: PackedLayout | None = None) -> None:
+        for rank, dispatched in enumerate(self.given):
+            expected = expected_rows(self.case, self.job.layout, rank)
+            counts = torch.tensor([len(pairs) for pairs in expected], dtype=torch.int32)
+            assert dispatched.counts.tolist() == counts.tolist()
+            assert dispatched.offsets.tolist() == (packed or PackedLayout()).starts(counts).tolist()
+            for start, pairs in zip(dispatched.offsets.tolist(), expected, strict=False):
+                for row, (source, token) in enumerate(pairs, start):
+                    batch = self.batches[source]
+                    assert same_bits(dispatched.x[row], batch.x[token])
+                    assert batch.scales is None or same_bits(dispatched.scales[row], batch.scales[token])
+
+    def results(self, rank: int) -> Any:
+        dispatched: Dispatched = self.given[rank]
+        return self.job.cluster.tensor(run_experts(self.case, dispatched, self.job.moes[rank].local_experts, 0))
+
+    def combine(self) -> None:
+        def call(rank: int) -> Any:
+            out = self.job.cluster.tensor(self.batches[rank].before)
+            self.job.moes[rank].combine(
+                self.results(rank), self.given[rank], out=out, accumulate=self.case.accumulate
+            )
+            return out
+
+        self.outs = self.job.each(call)
+
+    def combine_send(self) -> None:
+        self.job.each(lambda rank: self.job.moes[rank].combine_send(self.results(rank), self.given[rank]))
+
+    def combine_receive(self) -> None:
+        def call(rank: int) -> Any:
+            out = self.job.cluster.tensor(self.batches[rank].before)
+            self.job.moes[rank].combine_recv(self.given[rank], out=out, accumulate=self.case.accumulate)
+            return out
+
+        self.outs = self.job.each(call)
+
+    def check_out(self) -> None:
+        for out, batch in zip(self.outs, self.batches, strict=True):
+            assert same_bits(out, expected_out(self.case, batch, self.job.layout))
+
+
+def once(job: Job, case: Case, seed: int, packed: PackedLayout | None = None) -> None:
+    exchange = Exchange(job, case)
+    exchange.dispatch()
+    job.run(seed)
+    exchange.check_rows(packed)
+    exchange.combine()
+    job.run(seed)
+    exchange.check_out()
+
+
+SMALL = {
+    name: case for name, case in CASES.items() if max(case.tokens) < 60 and case.hidden <= 64 and case.experts < 1000
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_matrix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = SMALL[name]
+    job = Job(case, 2, monkeypatch)
+    for seed in range(3):
+        once(job, replace(case, seed=seed), seed)
