@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 import torch
 
@@ -42,6 +42,8 @@ class Kernel:
     """Base of all kernels. Subclasses define `__call__` with annotated scalar parameters, the last a `Stream`."""
 
     arch: Arch
+    tvm_ffi: ClassVar[bool] = True
+    """Whether it is launched through TVM-FFI, the quick way, and kept on disk."""
 
     def arguments(self) -> list[Any]:
         """Placeholders to trace `__call__` with, one a parameter."""
@@ -117,11 +119,15 @@ def _placeholder(hint: Any) -> Any:
 def _compile(kernel: Kernel, options: str = "") -> Any:
     from rose_dist.kernels import dsl  # noqa: PLC0415 - it loads the compiler
 
-    options = f"--gpu-arch {kernel.arch} --enable-tvm-ffi {options}"
+    options = f"--gpu-arch {kernel.arch} {'--enable-tvm-ffi' if kernel.tvm_ffi else ''} {options}"
     return dsl.cute.compile(kernel, *kernel.arguments(), options=options)
 
 
 def _load(kernel: Kernel) -> Launcher:
+    if not kernel.tvm_ffi:
+        from rose_dist.kernels import nvshmem  # noqa: PLC0415 - it loads the compiler
+
+        return nvshmem.load(kernel)
     path = cache_path(kernel)
     launcher = _read(path)
     if launcher is None:

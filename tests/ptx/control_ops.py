@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.ptx import warp_ops
+from tests.ptx import network_ops, warp_ops
 from tests.ptx.errors import BarrierError, PtxSyntaxError, Trap, UnknownInstruction
 from tests.ptx.gang import WARP, Barrier, Cta, Gang, Split
 from tests.ptx.ptx_types import ptx_type
@@ -113,7 +113,9 @@ def _call(program: Program, instruction: Instruction) -> Control:
         return _next
     if "__assertfail" in names:
         return _trap(program, instruction)
-    raise UnknownInstruction("calls other than vprintf and __assertfail are not modelled")
+    if network_ops.PUT_SIGNAL in names:
+        return network_ops.put_signal(program, instruction)
+    raise UnknownInstruction(f"a call of {names} is not modelled")
 
 
 def _next(g: Gang, split: Split) -> bool:
@@ -221,6 +223,9 @@ def complete(cta: Cta, barrier: Barrier) -> None:
     if not arrived or arrived < (barrier.count or cta.live):
         return
     cta.launch.machine.memory.barrier(np.concatenate(barrier.arrived))
+    if barrier.then is not None:
+        barrier.then()
+        barrier.then = None
     for gang, split in barrier.waiting:
         split.waiting = ""
         split.pc += 1

@@ -155,7 +155,11 @@ def as_cute_tensor(tensor: torch.Tensor) -> Any:
     return cute.runtime.from_dlpack(tensor, assumed_align=16, enable_tvm_ffi=False).mark_layout_dynamic()
 
 
-def compile_kernel(function: Any, *arguments: Any, arch: str = "sm_90a") -> Compiled:
-    """Compiles a @cute.jit function with (fake) arguments for `arch`: "sm_90a" or "sm_100a"."""
+def compile_kernel(function: Any, *arguments: Any, arch: str = "sm_90a", linked: bool = True) -> Compiled:
+    """Compiles a @cute.jit function with (fake) arguments for `arch`: "sm_90a" or "sm_100a". Without `linked` it may
+    call functions that are in no library.
+    """
+    more = "" if linked else "--ptxas-options '-c'"
     with tempfile.TemporaryDirectory(prefix="ptx-") as folder:
-        return Compiled(cute.compile(function, *arguments, options=f"--gpu-arch {arch} --keep-ptx --dump-dir {folder}"))
+        options = f"--gpu-arch {arch} --keep-ptx --dump-dir {folder} {more}"
+        return Compiled(cute.compile(function, *arguments, options=options))

@@ -36,6 +36,8 @@ class Barrier:
     waiting: list[tuple[Gang, Split]] = field(default_factory=list)
     count: int = 0
     warp_pc: dict[int, int] = field(default_factory=dict)
+    then: Callable[[], None] | None = None
+    """What is done when it opens."""
 
 
 @dataclass
@@ -64,6 +66,8 @@ class Cta:
     live: int = 0
     barriers: dict[int, Barrier] = field(default_factory=dict)
     gangs: list[Gang] = field(default_factory=list)
+    put_arguments: list[int] = field(default_factory=list)
+    """Of the call at which threads of this CTA wait for the others."""
 
     @property
     def gpu(self) -> int:
@@ -117,6 +121,8 @@ class Gang:
         self.mask: Array = self.everyone
         self._guarded = False
         self.copy_groups: list[CopyGroup] = [CopyGroup()]
+        self.arguments: dict[str, Array] = {}
+        """Of a call that is to come, by parameter name."""
         self.bulk_groups: dict[int, list[list[BulkCopy]]] = {}
         self.fuel = 0
         self.strong_reads = 0

@@ -19,6 +19,7 @@ from tests.ptx.gang import WARP, Cta, Gang
 from tests.ptx.launch import ActiveLaunch, Launch
 from tests.ptx.mbarrier import MBarrier
 from tests.ptx.memory_model import Checks, MemoryModel
+from tests.ptx.network_ops import Piece, Signal
 from tests.ptx.topology import Topology
 
 _TURN_NS = 100
@@ -51,7 +52,8 @@ class Machine:
         self.memory: MemoryModel
         self.ctas: list[Cta] = []
         self.mbarriers: dict[tuple[int, int], MBarrier] = {}
-        self.copies: list[BulkCopy] = []
+        self.copies: list[BulkCopy | Piece | Signal] = []
+        self.symmetric: list[list[Allocation]] = []
         self._first_agent = 0
         self._owners: dict[int, Allocation] = {}
 
@@ -94,6 +96,10 @@ class Machine:
         base = MULTICAST_WINDOW + sum(-(-m.size // 4096) * 4096 + 4096 for m in self.addresses.multicasts)
         self.addresses.multicasts.append(Multicast(name, base, members))
         return base
+
+    def register_symmetric(self, tensors: Sequence[torch.Tensor]) -> None:
+        """One tensor a GPU, in the order of the GPUs, which puts to other PEs may name."""
+        self.symmetric.append([self._owners[tensor.data_ptr()] for tensor in tensors])
 
     def run(
         self,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.ptx import atomic_ops, multimem_ops
+from tests.ptx import atomic_ops, multimem_ops, network_ops
 from tests.ptx.allocation import LOCAL_WINDOW, SHARED_STRIDE, SHARED_WINDOW
 from tests.ptx.gang import Gang
 from tests.ptx.opcode import access_of, check_modifiers, elements
@@ -79,7 +79,7 @@ def _store(program: Program, instruction: Instruction) -> Step | None:
     items = elements(instruction.operands[1])
     access, space = access_of(parts, kind, len(items)), space_of(parts)
     if space == "param":
-        return lambda g: None  # an argument of a call, and calls are printf or assertion failures
+        return network_ops.store_argument(program, instruction)
     where = program.operands.gather_address(instruction.operands[0])
     sources = [program.operands.gather(item, kind) for item in items]
 
