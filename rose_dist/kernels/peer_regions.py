@@ -12,6 +12,7 @@ PACKET_WORDS = 3
 
 ASSIGN_STAGE, ONE_SHOT_STAGE, ADD_STAGE, TAKE_STAGE, MULTICAST_ADD_STAGE, MULTICAST_TAKE_STAGE = range(16, 22)
 HEADER_STAGE, RECORD_STAGE, CHUNK_STAGE, RESULT_STAGE, RESULT_CHUNK_STAGE = range(22, 27)
+NETWORK_RECORD_STAGE, NETWORK_RESULT_STAGE = range(40, 42)
 """The numbers of waits in reports."""
 STAGES = {
     ASSIGN_STAGE: "the slot assignment of a local dispatch",
@@ -24,6 +25,8 @@ STAGES = {
     RECORD_STAGE: "a dispatch, for a token's packets",
     CHUNK_STAGE: "a dispatch, for a chunk of rows",
     RESULT_STAGE: "a combine, for a result's packets",
+    NETWORK_RECORD_STAGE: "a dispatch, for a message from another node",
+    NETWORK_RESULT_STAGE: "a combine, for a message from another node",
     RESULT_CHUNK_STAGE: "a combine, for a chunk of results",
 }
 

@@ -43,12 +43,18 @@ class NvLink(AllToAll):
         self.layout = exchange_layout(config, group.size, options.in_flight)
         agree(self.layout, group)
         region = take(self.layout.region_bytes)
-        self.exchange = ExpertExchange(
-            self.layout, options.device, group.rank, region.addresses, packed=options.layout,
-            result_dtype=config.expert_dtype, sms=sms,
-        )  # fmt: skip
+        self.exchange = self.build(group, options, take, region, sms)
         self._region = region
         self._free = [received_rows(self.layout, options.layout, options.device) for _ in range(options.in_flight)]
+
+    def build(
+        self, group: Ranks, options: GpuOptions, take: Callable[[int], Region], region: Region, sms: int
+    ) -> ExpertExchange:
+        """The kernels, over this rank's `region` and its peers'."""
+        return ExpertExchange(
+            self.layout, options.device, group.rank, region.addresses, packed=options.layout,
+            result_dtype=self.config.expert_dtype, sms=sms,
+        )  # fmt: skip
 
     @property
     def rows_sent(self) -> int:  # type: ignore[override]  # read-only here

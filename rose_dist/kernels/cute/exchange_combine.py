@@ -130,10 +130,11 @@ class ExchangeCombine(jit.Kernel):
         arrivals = Arrivals(layout.ranks, HEADER_WORDS)
         for item in range(block, arrivals.total(headers, 0) * tiling.splits, blocks):
             source, row = arrivals.locate(headers, 0, item // tiling.splits, rank)
-            record = Int64(source) * layout.max_tokens + row
-            self.choose(tokens_of, slots, record, chosen)
-            inbox = peer(peers, source) + self.inbox(epoch)
-            self.push_packets(expert_out, row_stride, slots, record, item % tiling.splits, chosen, inbox, epoch)
+            if peer(peers, source) != 0:
+                record = Int64(source) * layout.max_tokens + row
+                self.choose(tokens_of, slots, record, chosen)
+                inbox = peer(peers, source) + self.inbox(epoch)
+                self.push_packets(expert_out, row_stride, slots, record, item % tiling.splits, chosen, inbox, epoch)
         if const_expr(layout.has_rows):
             for item in range(block, arrivals.total(headers, 1), blocks):
                 source, chunk = arrivals.locate(headers, 1, item, rank)

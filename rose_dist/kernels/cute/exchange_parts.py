@@ -41,7 +41,7 @@ def owner(layout: Any, expert: Any) -> Any:
 
 
 def peer(peers: Any, rank: Any) -> Any:
-    """The address of a rank's region. peers: address of int64 [ranks]."""
+    """The address of a rank's region, 0 for a rank that is across the network. peers: address of int64 [ranks]."""
     return vector.scalar(peers + Int64(rank) * 8, Int64)[0]
 
 
@@ -68,12 +68,13 @@ def send_headers(
     for to in range(cute.arch.block_idx()[0], layout.ranks, cute.arch.grid_dim()[0]):
         for packet in range(cute.arch.thread_idx()[0], layout.header_packets, threads):
             words = [
-                _header_word(layout, counted, to, packet * PACKET_WORDS + i, live, plain) for i in range(PACKET_WORDS)
+                header_word(layout, counted, to, packet * PACKET_WORDS + i, live, plain) for i in range(PACKET_WORDS)
             ]
-            ptx.store_packet(peer(peers, to) + at + Int64(packet) * PACKET_BYTES, (*words, epoch))  # type: ignore[arg-type]
+            if peer(peers, to) != 0:
+                ptx.store_packet(peer(peers, to) + at + Int64(packet) * PACKET_BYTES, (*words, epoch))  # type: ignore[arg-type]
 
 
-def _header_word(layout: Any, counted: Any, to: Any, at: Any, live: Any, plain: int) -> Any:
+def header_word(layout: Any, counted: Any, to: Any, at: Any, live: Any, plain: int) -> Any:
     """Words beyond the destination's experts are any."""
     expert = vector.min_of(first_expert(layout, to) + at - HEADER_WORDS, Int32(layout.experts - 1))
     word = counted[vector.select(at < HEADER_WORDS, layout.experts + to, expert)]

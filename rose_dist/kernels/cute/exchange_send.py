@@ -122,7 +122,7 @@ class PacketSender:
             layout.source_packet_bytes
         )
         for to in range(layout.ranks):
-            if (mask >> Uint32(to)) & Uint32(1) != 0:
+            if ((mask >> Uint32(to)) & Uint32(1) != 0) & (peer(peers, to) != 0):
                 record = peer(peers, to) + area + Int64(rows[to]) * (layout.record_packets * PACKET_BYTES)
                 if (split == 0) & (thread < layout.meta_packets):
                     meta = [self.meta_word(token, to, thread * PACKET_WORDS + i, places, owners) for i in range(3)]

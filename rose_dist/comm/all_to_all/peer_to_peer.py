@@ -1,0 +1,44 @@
+"""Rows between data-parallel GPUs of several nodes: NVLink inside a node, NVSHMEM's messages between nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rose_dist.comm.all_to_all.local_gpu import GpuOptions
+from rose_dist.comm.all_to_all.nvlink import NvLink
+from rose_dist.comm.all_to_all.protocol import AllToAllConfig
+from rose_dist.comm.symmetric_memory import Ranks, Region
+from rose_dist.comm.topology import Topology
+from rose_dist.kernels.expert_exchange import ExpertExchange
+from rose_dist.kernels.network_exchange import NetworkExchange
+from rose_dist.kernels.network_layout import NetworkLayout
+
+
+class PeerToPeer(NvLink):
+    """As `NvLink`, with ranks across the network among the group's."""
+
+    def __init__(
+        self,
+        config: AllToAllConfig,
+        group: Ranks,
+        topology: Topology,
+        options: GpuOptions,
+        take: Callable[[int], Region],
+        sms: int,
+    ) -> None:
+        """Collective over `group`. `take`: as for `NvLink`; the addresses of ranks of other nodes are not used.
+
+        Raises `KernelArgumentError` for more tokens than a rank may send between nodes.
+        """
+        self.topology = topology
+        super().__init__(config, group, options, take, sms)
+
+    def build(
+        self, group: Ranks, options: GpuOptions, take: Callable[[int], Region], region: Region, sms: int
+    ) -> ExpertExchange:
+        network = take(NetworkLayout(self.layout).region_bytes)
+        regions = tuple(0 if self.topology.is_far(rank) else address for rank, address in enumerate(region.addresses))
+        return NetworkExchange(
+            self.layout, options.device, group.rank, regions, network=network.addresses[group.rank],
+            far=self.topology.far, packed=options.layout, result_dtype=self.config.expert_dtype, sms=sms,
+        )  # fmt: skip

@@ -1,0 +1,107 @@
+"""MoE dispatch and combine between GPUs of several nodes: messages between nodes, NVLink inside each.
+
+What stands where, and why it is safe: `network_layout`. Every half is up to two launches more than `ExpertExchange`'s:
+messages leave before anything goes over NVLink, so that it hides behind them, and are landed before what arrived over
+NVLink is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from rose_dist.kernels import jit, launch
+from rose_dist.kernels.exchange_layout import ExchangeLayout
+from rose_dist.kernels.expert_exchange import ExpertExchange, ReceivedRows
+from rose_dist.kernels.expert_slots import PackedLayout
+from rose_dist.kernels.moe_dispatch import LIMIT_NS
+from rose_dist.kernels.network_layout import RECORDS, NetworkLayout
+
+
+class NetworkExchange(ExpertExchange):
+    """`ExpertExchange` where some ranks are across the network."""
+
+    def __init__(
+        self, layout: ExchangeLayout, device: torch.device, rank: int, regions: tuple[int, ...], *, network: int,
+        far: Sequence[int], packed: PackedLayout, result_dtype: torch.dtype, sms: int, limit_ns: int = LIMIT_NS,
+    ) -> None:  # fmt: skip
+        """`regions`: as for `ExpertExchange`, 0 for the ranks `far`, which are in the order of sending; `network`: the
+        address of this rank's network region of `NetworkLayout.region_bytes` zeroed bytes of symmetric memory.
+        """
+        super().__init__(
+            layout, device, rank, regions, packed=packed, result_dtype=result_dtype, sms=sms, limit_ns=limit_ns
+        )
+        self.network = NetworkLayout(layout)
+        self._far = torch.empty(len(far), dtype=torch.int32, device=device)
+        self._far.copy_(torch.tensor(far, dtype=torch.int32))
+        self._across = (self._far, len(far), network)
+        for kernel in ("SendRecords", "LandRecords", "SendResults", "LandResults"):
+            self._kernel(kernel)
+
+    def dispatch(
+        self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None, out: ReceivedRows
+    ) -> None:
+        """Both halves."""
+        self.dispatch_send(x, scales, ids, tokens, live_rows)
+        self.dispatch_receive(out)
+
+    def dispatch_send(
+        self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None
+    ) -> None:
+        blocks = self._message_blocks(max(1, -(-tokens // RECORDS)))
+        self._run(
+            "SendRecords", x, scales, ids, live_rows, *self._across, self._state.data_ptr(), self.rank, tokens, blocks
+        )
+        super().dispatch_send(x, scales, ids, tokens, live_rows)
+
+    def dispatch_receive(self, out: ReceivedRows) -> None:
+        blocks = self._message_blocks(self.network.messages)
+        self._run("LandRecords", *self._across, self._own, self._state.data_ptr() + 8, *self._wait, blocks)
+        super().dispatch_receive(out)
+
+    def combine(
+        self, expert_out: Tensor, received: ReceivedRows, ids: Tensor, weights: Tensor, out: Tensor, *, tokens: int,
+        live_rows: Tensor | None, accumulate: bool,
+    ) -> None:  # fmt: skip
+        """Both halves."""
+        self.combine_send(expert_out, received)
+        self.combine_receive(ids, weights, out, tokens=tokens, live_rows=live_rows, accumulate=accumulate)
+
+    def combine_send(self, expert_out: Tensor, received: ReceivedRows) -> None:
+        stride = expert_out.stride(0) * expert_out.element_size()
+        self._run(
+            "SendResults", expert_out, stride, received.sources, received.tokens, received.slots, *self._across,
+            self._state.data_ptr() + 16, self.rank, self._message_blocks(self.network.messages),
+        )  # fmt: skip
+        super().combine_send(expert_out, received)
+
+    def combine_receive(
+        self, ids: Tensor, weights: Tensor, out: Tensor, *, tokens: int, live_rows: Tensor | None, accumulate: bool
+    ) -> None:
+        blocks = self._message_blocks(max(1, -(-tokens // RECORDS)))
+        self._run(
+            "LandResults", ids, live_rows, *self._across, self._own, self._state.data_ptr() + 24, *self._wait, tokens,
+            blocks,
+        )  # fmt: skip
+        super().combine_receive(ids, weights, out, tokens=tokens, live_rows=live_rows, accumulate=accumulate)
+
+    def _message_blocks(self, messages: int) -> int:
+        """Blocks for so many messages to or from each rank of another node."""
+        return max(1, min(self._sms, messages * len(self._far)))
+
+    def _run(self, name: str, *arguments: object) -> None:
+        launch.run(self._kernel(name), self._far, *arguments)
+
+    def _kernel(self, name: str) -> jit.Launcher:
+        from rose_dist.kernels.cute import network_combine, network_dispatch  # noqa: PLC0415 - loads the compiler
+
+        module = network_dispatch if hasattr(network_dispatch, name) else network_combine
+        return _load(getattr(module, name)(self._arch, self.network))
+
+
+@cache
+def _load(kernel: jit.Kernel) -> jit.Launcher:
+    return jit.load(kernel)

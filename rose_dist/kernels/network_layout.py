@@ -1,0 +1,114 @@
+"""What stands where in the memory through which ranks of different nodes dispatch and combine, as plain arithmetic.
+
+Beside its exchange region (`exchange_layout`) every rank has a network region of `region_bytes` bytes of symmetric
+memory, zeroed before the first exchange. A sender lays a message out in its outbox and puts it, with one signal, into
+the receiver's inbox; the receiver *lands* it: copies it, in the form that NVLink peers give it, into its own exchange
+region, where the kernels that receive from NVLink peers find it. They don't care who wrote.
+
+A message holds up to `RECORDS` records that one rank sends another, or the results for as many of its records. Its
+signal, u64, is epoch << 32 | a count: of all the records that this rank sends that one in this exchange, so that the
+first message (there always is one, and it carries the header too) says how many follow; or of the results in this
+message. Signals are never reset, no message depends on another's arrival, and none on an order of arrival.
+
+    record message   header u32 [3 + most experts a rank], padded to 16 bytes; in the first message only, its place in
+                     all; then records: meta u32 [1 + top_k], padded to 16 bytes, row, scales padded to 16 bytes
+    result message   results: u32 token · top_k + place, padded to 16 bytes; row
+
+Areas:
+
+- `record_outbox`: [copies, receiver, record_messages, record_message_bytes], written by this rank, read by its network.
+- `record_inbox`: [copies, sender, record_messages, record_message_bytes], written by the senders' network.
+- `record_signals`: u64 [copies, sender, record_messages]: written by the senders' network, once the message is there;
+  read by thread 0 of the blocks that land it (acquire, system scope). It publishes the message.
+- `result_outbox`, `result_inbox`, `result_signals`: alike, with `result_copies`, for results.
+
+Copies: as in `exchange_layout`, whose argument holds here too: whoever sends exchange e knows that its messages of e −
+2F (records) or e − F (results) have been landed, so that outbox, inbox and signal may be used again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rose_dist.kernels import checks
+from rose_dist.kernels.exchange_layout import ALIGNMENT, HEADER_WORDS, ExchangeLayout
+
+RECORDS = 16
+"""Of a message, at most."""
+
+
+@dataclass(frozen=True)
+class NetworkLayout:
+    """Offsets and sizes are in bytes. All ranks must have equal ones."""
+
+    exchange: ExchangeLayout
+
+    def __post_init__(self) -> None:
+        if self.exchange.has_rows:
+            raise checks.fail(
+                "max_tokens",
+                f"is {self.exchange.max_tokens}; between nodes at most {self.exchange.packet_tokens} tokens a rank: "
+                "give the engine fewer tokens a step",
+            )
+
+    @property
+    def header_bytes(self) -> int:
+        return _round(4 * (HEADER_WORDS + self.exchange.width), 16)
+
+    @property
+    def meta_bytes(self) -> int:
+        return _round(4 * self.exchange.meta_words, 16)
+
+    @property
+    def record_bytes(self) -> int:
+        return self.meta_bytes + _round(4 * self.exchange.data_words, 16)
+
+    @property
+    def record_message_bytes(self) -> int:
+        """From one record message to the next."""
+        return self.header_bytes + RECORDS * self.record_bytes
+
+    @property
+    def result_bytes(self) -> int:
+        return 16 + self.exchange.result_bytes
+
+    @property
+    def result_message_bytes(self) -> int:
+        """From one result message to the next."""
+        return RECORDS * self.exchange.top_k * self.result_bytes
+
+    @property
+    def messages(self) -> int:
+        """Of one rank to another in one exchange, at most; the same for records and results."""
+        return -(-self.exchange.max_tokens // RECORDS)
+
+    @property
+    def _areas(self) -> dict[str, int]:
+        """Bytes of each area, in their order."""
+        slots = self.exchange.ranks * self.messages
+        records, results = self.exchange.copies * slots, self.exchange.result_copies * slots
+        return {
+            "record_outbox": records * self.record_message_bytes,
+            "record_inbox": records * self.record_message_bytes,
+            "record_signals": records * 8,
+            "result_outbox": results * self.result_message_bytes,
+            "result_inbox": results * self.result_message_bytes,
+            "result_signals": results * 8,
+        }
+
+    def start(self, area: str) -> int:
+        """Where an area starts in a region."""
+        offset = 0
+        for name, size in self._areas.items():
+            if name == area:
+                return offset
+            offset += _round(size, ALIGNMENT)
+        raise KeyError(area)
+
+    @property
+    def region_bytes(self) -> int:
+        return sum(_round(size, ALIGNMENT) for size in self._areas.values())
+
+
+def _round(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
