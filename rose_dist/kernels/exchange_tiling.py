@@ -8,7 +8,7 @@ from typing import Any
 from rose_dist.kernels.variants import WARP, Ranges
 
 MOST_THREADS = 512
-LEAST_THREADS = 128
+LEAST_THREADS = 64
 PART_UNIT = 8
 """Packets of a part are a multiple of this, so that it holds whole vectors of 32 bytes."""
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from rose_dist.kernels import checks, jit, launch
-from rose_dist.kernels.exchange_layout import HEADER_WORDS, ExchangeLayout
+from rose_dist.kernels.exchange_layout import CHUNK, HEADER_WORDS, ExchangeLayout
+from rose_dist.kernels.exchange_order import SourceOrder
 from rose_dist.kernels.exchange_tiling import TURNS, PacketTiling
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.moe_dispatch import LIMIT_NS
@@ -98,6 +99,10 @@ class ExpertExchange:
             for send, receive in ((True, True), (True, False), (False, True)):
                 self._dispatch_kernel(turns, send, receive)
                 self._combine_kernel(turns, send, receive, result_dtype, False)
+        if layout.has_rows:
+            self._order = SourceOrder(layout, device, sms)
+            self._push_kernel()
+            self._sum_kernel(result_dtype, False)
 
     @property
     def sent(self) -> Tensor:
@@ -112,7 +117,11 @@ class ExpertExchange:
         self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None, out: ReceivedRows
     ) -> None:
         """Both halves, in one launch where that goes."""
-        self._dispatch((x, scales, ids, live_rows), tokens, out, True, True)
+        if tokens > self.layout.packet_tokens:
+            self._push_rows(x, scales, ids, tokens, live_rows)
+            self.dispatch_receive(out)
+        else:
+            self._dispatch((x, scales, ids, live_rows), tokens, out, True, True)
 
     def dispatch_send(
         self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None
@@ -120,7 +129,10 @@ class ExpertExchange:
         """`x` [tokens, row], `ids` int32 [tokens, top_k]; live are the first `tokens` or fewer, if `live_rows`, int32
         [1], says so.
         """
-        self._dispatch((x, scales, ids, live_rows), tokens, None, True, False)
+        if tokens > self.layout.packet_tokens:
+            self._push_rows(x, scales, ids, tokens, live_rows)
+        else:
+            self._dispatch((x, scales, ids, live_rows), tokens, None, True, False)
 
     def dispatch_receive(self, out: ReceivedRows) -> None:
         """What all ranks sent in their oldest dispatch that is not received yet."""
@@ -131,7 +143,11 @@ class ExpertExchange:
         live_rows: Tensor | None, accumulate: bool,
     ) -> None:  # fmt: skip
         """Both halves, in one launch where that goes."""
-        self._combine(expert_out, received, (ids, weights, live_rows, out), tokens, accumulate)
+        if tokens > self.layout.packet_tokens:
+            self.combine_send(expert_out, received)
+            self._sum_rows((ids, weights, live_rows, out), tokens, accumulate)
+        else:
+            self._combine(expert_out, received, (ids, weights, live_rows, out), tokens, accumulate)
 
     def combine_send(self, expert_out: Tensor, received: ReceivedRows) -> None:
         """Results in the order of the packed rows, as this dispatch's receipt left them."""
@@ -143,7 +159,10 @@ class ExpertExchange:
         """The weighted sums of this rank's tokens, from the oldest combine that is not received yet; `ids`, `tokens` and
         `live_rows` as given to its dispatch, `weights` fp32 [tokens, top_k].
         """
-        self._combine(None, None, (ids, weights, live_rows, out), tokens, accumulate)
+        if tokens > self.layout.packet_tokens:
+            self._sum_rows((ids, weights, live_rows, out), tokens, accumulate)
+        else:
+            self._combine(None, None, (ids, weights, live_rows, out), tokens, accumulate)
 
     def _dispatch(
         self, given: tuple[Tensor | None, ...], tokens: int, out: ReceivedRows | None, send: bool, receive: bool
@@ -181,6 +200,26 @@ class ExpertExchange:
             state + 16, state + 24, *self._wait, tokens, self._blocks(tokens * tiling.splits, received is not None),
         )  # fmt: skip
 
+    def _push_rows(
+        self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None
+    ) -> None:
+        state = self._state.data_ptr()
+        order = self._order(ids, tokens, live_rows, *self._wait)
+        launch.run(
+            self._push_kernel(), self._state, x, scales, ids, live_rows, *order, state + 32, self._peers, state,
+            self.rank, tokens, -(-tokens // CHUNK),
+        )  # fmt: skip
+
+    def _sum_rows(self, wanted: tuple[Tensor | None, ...], tokens: int, accumulate: bool) -> None:
+        from rose_dist.kernels.cute.exchange_rows import SUM_BLOCKS  # noqa: PLC0415 - it loads the compiler
+
+        ids, weights, live_rows, out = wanted
+        assert out is not None
+        launch.run(
+            self._sum_kernel(out.dtype, accumulate), self._state, ids, weights, live_rows, out, self._own,
+            self._state.data_ptr() + 24, *self._wait, tokens, -(-tokens // CHUNK) * SUM_BLOCKS,
+        )  # fmt: skip
+
     def _blocks(self, items: int, others: bool) -> int:
         """Blocks for this rank's `items`; with `others`, for what other ranks sent too, of which only they know how much."""
         return self._sms if others else max(1, min(self._sms, items))
@@ -201,6 +240,16 @@ class ExpertExchange:
                 self._arch, self.layout, self.result_dtype, out_dtype, accumulate and receive, turns, send, receive
             )
         )
+
+    def _push_kernel(self) -> jit.Launcher:
+        from rose_dist.kernels.cute.exchange_rows import PushRows  # noqa: PLC0415 - it loads the compiler
+
+        return _load(PushRows(self._arch, self.layout))
+
+    def _sum_kernel(self, out_dtype: torch.dtype, accumulate: bool) -> jit.Launcher:
+        from rose_dist.kernels.cute.exchange_rows import SumChunks  # noqa: PLC0415 - it loads the compiler
+
+        return _load(SumChunks(self._arch, self.layout, self.result_dtype, out_dtype, accumulate))
 
 
 @cache
