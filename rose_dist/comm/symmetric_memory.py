@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,26 +37,27 @@ class Region:
     local: torch.Tensor
     """uint8 [bytes], this rank's part."""
     addresses: tuple[int, ...]
-    """Of every rank's part, by rank, as this GPU reaches it."""
+    """Of every rank's part, by rank, as this GPU reaches it; 0 for ranks that it reaches by messages only."""
 
 
 class SymmetricMemory:
-    """The heap of `group`, all of whose GPUs must reach one another's memory over NVLink or PCIe. Construction and
-    `take` are collective; all ranks take the same sizes in the same order.
-    """
+    """The heap of `group`. Construction and `take` are collective; all ranks take the same sizes in the same order."""
 
-    def __init__(self, group: Ranks, device: torch.device, size: int) -> None:
-        """`size` in bytes. Raises `ValueError` on every rank if the ranks disagree on it, and `SymmetricMemoryError` if
-        a peer's memory can't be reached.
+    def __init__(self, group: Ranks, device: torch.device, size: int, far: Collection[int] = ()) -> None:
+        """`size` in bytes; `far`: ranks across the network, which need a network transport of NVSHMEM. All other GPUs
+        must reach one another's memory over NVLink or PCIe.
+
+        Raises `ValueError` on every rank if the ranks disagree on the size, and `SymmetricMemoryError` if a near rank's
+        memory can't be reached.
         """
         self.group, self.device = group, device
         self._agree("size", size)
         self._used, self._size = 0, -(-size // ALIGNMENT) * ALIGNMENT
-        self._nvshmem = _start(group, device, self._size)
+        self._nvshmem = _start(group, device, self._size, network=bool(far))
         self._heap: torch.Tensor = self._nvshmem.bytetensor((self._size,))
         self._heap.zero_()
         torch.cuda.synchronize(device)
-        self._bases = tuple(self._reach(rank) for rank in range(group.size))
+        self._bases = tuple(0 if rank in far else self._reach(rank) for rank in range(group.size))
         group.all_gather_objects("zeroed")
 
     def take(self, size: int) -> Region:
@@ -69,7 +71,7 @@ class SymmetricMemory:
                 f"{size} bytes wanted, {self._size - start} of {self._size} left: build a larger heap"
             )
         self._used = -(-end // ALIGNMENT) * ALIGNMENT
-        return Region(self._heap[start:end], tuple(base + start for base in self._bases))
+        return Region(self._heap[start:end], tuple(base and base + start for base in self._bases))
 
     def close(self) -> None:
         """Collective. No kernel may still use the heap."""
@@ -96,10 +98,11 @@ class SymmetricMemory:
             raise ValueError(f"the ranks disagree on the {what}: {dict(enumerate(given))}")
 
 
-def _start(group: Ranks, device: torch.device, size: int) -> Any:
+def _start(group: Ranks, device: torch.device, size: int, *, network: bool) -> Any:
     """NVSHMEM with a heap of `size` bytes, its unique id sent round by `group`."""
     os.environ["NVSHMEM_SYMMETRIC_SIZE"] = str(size + _HEAP_SLACK)
-    os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
+    if not network:
+        os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
     import nvshmem.core as nvshmem  # noqa: PLC0415  reads the environment; belongs to the cuda extra
     from cuda.core import Device  # noqa: PLC0415
 
