@@ -127,6 +127,7 @@ def _load(kernel: Kernel) -> Launcher:
     if not kernel.tvm_ffi:
         from rose_dist.kernels import nvshmem  # noqa: PLC0415 - it loads the compiler
 
+        assert isinstance(kernel, nvshmem.NetworkKernel)
         return nvshmem.load(kernel)
     path = cache_path(kernel)
     launcher = _read(path)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
 from rose_dist.comm.all_to_all.local import Local
 from rose_dist.comm.all_to_all.local_gpu import GpuOptions
 from rose_dist.comm.all_to_all.mpi import Mpi
+from rose_dist.comm.all_to_all.nvlink import NvLink
+from rose_dist.comm.all_to_all.peer_to_peer import PeerToPeer
 from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig
 from rose_dist.comm.all_to_all.split_tokens import SplitTokens
 from rose_dist.comm.all_to_all.tensor_parallel import TensorParallel
+from rose_dist.comm.symmetric_memory import SymmetricMemory
 from rose_dist.comm.world import Groups
 from rose_dist.kernels.all_reduce import AllReduce
 
@@ -17,29 +22,57 @@ logger = logging.getLogger(__name__)
 
 
 def create(
-    config: AllToAllConfig, groups: Groups, gpu: GpuOptions | None = None, all_reduce: AllReduce | None = None
+    config: AllToAllConfig,
+    groups: Groups,
+    gpu: GpuOptions | None = None,
+    all_reduce: AllReduce | None = None,
+    memory: SymmetricMemory | None = None,
 ) -> AllToAll:
     """The all-to-all for this rank. Collective over the rank's lockstep group. With `gpu` it takes tensors of that GPU;
-    experts spread over tensor-parallel ranks then need their group's `all_reduce`.
+    experts spread over tensor-parallel ranks then need their group's `all_reduce`, and over data-parallel ranks
+    symmetric `memory` of the expert group, made with `groups.topology.far`.
 
     Raises `ValueError` on every rank if they give different sizes.
     """
-    chosen = _choose(config, groups, gpu, all_reduce)
+    chosen = _choose(config, groups, gpu, all_reduce, memory)
     experts = chosen.local_experts
     held = f"experts {experts.start} to {experts.stop - 1}" if experts else "no experts"
-    logger.info("all-to-all: %s over %s, this rank holds %s", type(chosen).__name__, groups.layout, held)
+    logger.info(
+        "all-to-all: %s over %s, %s, this rank holds %s", type(chosen).__name__, groups.layout, groups.topology, held
+    )
     return chosen
 
 
-def _choose(config: AllToAllConfig, groups: Groups, gpu: GpuOptions | None, all_reduce: AllReduce | None) -> AllToAll:
+def _choose(
+    config: AllToAllConfig,
+    groups: Groups,
+    gpu: GpuOptions | None,
+    all_reduce: AllReduce | None,
+    memory: SymmetricMemory | None,
+) -> AllToAll:
     layout, place = groups.layout, groups.place
     local_experts = place.expert_range(config.num_experts)
     if layout.moe_mode == "data_parallel":
         if gpu is not None:
-            raise ValueError(f"GPUs with layout {layout}: experts over data-parallel ranks have no GPU exchange yet")
+            return _between_gpus(config, groups, gpu, memory)
         if layout.tp > 1:
             return SplitTokens(config, groups.tp, lambda part: Mpi(part, groups.ep))
         return Mpi(config, groups.ep)
     if layout.tp == 1:
         return Local(config, gpu=gpu)
     return TensorParallel(config, groups.tp, local_experts, gpu, all_reduce)
+
+
+def _between_gpus(
+    config: AllToAllConfig, groups: Groups, gpu: GpuOptions, memory: SymmetricMemory | None
+) -> NvLink | PeerToPeer:
+    if groups.layout.tp > 1:
+        raise ValueError(
+            f"{groups.layout}: tensor-parallel GPUs can't share out the tokens of data-parallel experts yet"
+        )
+    if memory is None:
+        raise ValueError("experts spread over data-parallel GPUs need symmetric memory")
+    sms = min(groups.ep.all_gather_objects(torch.cuda.get_device_properties(gpu.device).multi_processor_count))
+    if groups.topology.one_domain:
+        return NvLink(config, groups.ep, gpu, memory.take, sms)
+    return PeerToPeer(config, groups.ep, groups.topology, gpu, memory.take, sms)

@@ -1,0 +1,124 @@
+"""Adapter with which CollectiveX, a neutral benchmark of expert-parallel exchanges (InferenceX/experimental/CollectiveX),
+can run this library.
+
+CollectiveX's folder `bench` must be on PYTHONPATH; its `run_ep.py` takes a backend by name from a table, to which `rose`
+has to be added:
+
+    from benchmarks.collectivex_backend import RoseBackend
+
+It delivers a row for every pair of token and expert and applies the weights itself, which CollectiveX calls receive
+layout `token-expert` with `weighted-kernel-sum` and allows in mode `low-latency` alone. Across nodes up to 256 tokens a
+rank. Written against the interface of 2026-08; it has run on CPU ranks only (tests/comm/test_collectivex_backend.py).
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ep_backend import EPBackend  # type: ignore[import-not-found]  # CollectiveX's
+
+from rose_dist.comm.all_to_all.local_gpu import GpuOptions
+from rose_dist.comm.all_to_all.nvlink import NvLink, exchange_layout
+from rose_dist.comm.all_to_all.peer_to_peer import PeerToPeer
+from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig, Routing
+from rose_dist.comm.symmetric_memory import SymmetricMemory
+from rose_dist.comm.topology import Topology
+from rose_dist.comm.world import machine_id
+from rose_dist.kernels.exchange_layout import PACKET_TOKENS
+from rose_dist.kernels.network_layout import NetworkLayout
+
+_SLACK = 1 << 20
+
+
+class RoseBackend(EPBackend):  # type: ignore[misc]  # a class of CollectiveX's
+    name = "rose"
+    maturity = "candidate"
+    SUPPORTED_MODES = ("low-latency",)
+    SUPPORTED_PRECISIONS = ("bf16",)
+    requires_fresh_pair = True
+    receive_layout = "token-expert"
+    combine_weight_semantics = "weighted-kernel-sum"
+    memory: SymmetricMemory | None = None
+
+    def buffer_cap(self, args: Any) -> int | None:
+        return None if self.topology.one_domain else PACKET_TOKENS
+
+    @property
+    def topology(self) -> Topology:
+        return Topology.of(TorchRanks().all_gather_objects(machine_id()), self.rank)
+
+    def create_buffer(self, spec: Any) -> None:
+        self.exchange = self.build(
+            AllToAllConfig(
+                num_experts=self.args.experts,
+                top_k=self.args.topk,
+                hidden=self.args.hidden,
+                max_tokens=spec.max_tokens_per_rank,
+                dtype=torch.bfloat16,
+            )
+        )
+
+    def build(self, config: AllToAllConfig) -> AllToAll:
+        ranks, device, topology = TorchRanks(), torch.device("cuda", self.local_rank), self.topology
+        layout = exchange_layout(config, ranks.size, 1)
+        size = layout.region_bytes + (0 if topology.one_domain else NetworkLayout(layout).region_bytes)
+        self.memory = SymmetricMemory(ranks, device, size + _SLACK, topology.far)
+        options = GpuOptions(device=device, rank=ranks.rank)
+        sms = min(ranks.all_gather_objects(torch.cuda.get_device_properties(device).multi_processor_count))
+        if topology.one_domain:
+            return NvLink(config, ranks, options, self.memory.take, sms)
+        return PeerToPeer(config, ranks, topology, options, self.memory.take, sms)
+
+    def dispatch(self, problem: Any) -> SimpleNamespace:
+        routing = Routing(problem.topk_idx, problem.topk_weights)
+        return SimpleNamespace(dispatched=self.exchange.dispatch(problem.dispatch_x, routing), combine_input=None)
+
+    def stage(self, problem: Any, handle: Any) -> None:
+        handle.combine_input = handle.dispatched.x
+
+    def combine(self, problem: Any, handle: Any) -> torch.Tensor:
+        out = torch.empty_like(problem.dispatch_x)
+        self.exchange.combine(handle.combine_input, handle.dispatched, out=out)
+        return out
+
+    def recv_tokens(self, handle: Any) -> int:
+        return int(handle.dispatched.counts.sum())
+
+    def inspect_dispatch(self, problem: Any, handle: Any) -> SimpleNamespace:
+        """The rows received, and the expert that each is for."""
+        dispatched, first = handle.dispatched, self.exchange.local_experts.start
+        counts = dispatched.counts.long()
+        experts = torch.arange(len(counts), device=counts.device) + first
+        return SimpleNamespace(
+            payload=dispatched.x[: int(counts.sum())],
+            expert_ids=experts.repeat_interleave(counts),
+            local_expert_counts=counts,
+        )
+
+    def combine_transformed(self, problem: Any, handle: Any, transformed: torch.Tensor) -> torch.Tensor:
+        handle.combine_input = torch.zeros_like(handle.dispatched.x)
+        handle.combine_input[: transformed.shape[0]] = transformed
+        return self.combine(problem, handle)
+
+    def finalize(self, rc: int) -> int:
+        if self.memory is not None:
+            self.memory.close()
+        return int(super().finalize(rc))
+
+    def _topk_idx_dtype(self) -> torch.dtype:
+        return torch.int32
+
+
+class TorchRanks:
+    """What the exchange needs of a group, over torch.distributed's world."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values

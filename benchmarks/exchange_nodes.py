@@ -1,0 +1,138 @@
+"""The MoE exchange over all ranks of a job: checked against a plain computation, then timed. For clusters.
+
+    mpirun -n 16 … python -m benchmarks.exchange_nodes --tokens 1 --tokens 64
+    srun --mpi=pmix … python -m benchmarks.exchange_nodes --device cpu
+
+One rank a GPU (or, with `--device cpu`, MPI ranks). Each round has fresh random routing. A round is dispatch, a
+stand-in for the experts (expert e multiplies by e % 7 + 1), and combine; ranks run free, as in a model. Rank 0 prints
+one line a number of tokens, with the median and the 99th percentile over rounds of the slowest rank's time, from the
+call on the host to the end on the GPU: launches and all, without graphs.
+docs/infiniband.md says how to read it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from rose_dist.comm.all_to_all.create import create
+from rose_dist.comm.all_to_all.local_gpu import GpuOptions
+from rose_dist.comm.all_to_all.nvlink import exchange_layout
+from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig, Routing
+from rose_dist.comm.layout import Layout
+from rose_dist.comm.symmetric_memory import SymmetricMemory
+from rose_dist.comm.world import Groups, World
+from rose_dist.kernels.network_layout import NetworkLayout
+
+WARM_UP = 16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tokens", type=int, action="append", help="A rank; may be given several times; 1, 8, 64, 128")
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=512)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--force-remote", type=int, help="Take every so many ranks of a host for a node of their own")
+    parser.add_argument("--json", action="store_true", help="One object a line")
+    arguments = parser.parse_args()
+    with World.join() as world:
+        groups = world.groups(Layout.of(world.size), arguments.force_remote)
+        for tokens in arguments.tokens or (1, 8, 64, 128):
+            run(world, groups, tokens, arguments)
+
+
+def run(world: World, groups: Groups, tokens: int, arguments: argparse.Namespace) -> None:
+    config = AllToAllConfig(
+        num_experts=arguments.experts, top_k=arguments.top_k, hidden=arguments.hidden, max_tokens=tokens,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    device = torch.device("cpu") if arguments.device == "cpu" else torch.device("cuda", world.local_rank)
+    exchange, memory = build(config, groups, device)
+    times = []
+    for number in range(WARM_UP + arguments.rounds):
+        given = batch(config, tokens, groups.ep.rank, number, device)
+        seconds, out = one_round(exchange, *given)
+        if number < WARM_UP:
+            check(given, out)
+        else:
+            times.append(seconds)
+    slowest = np.max(groups.ep.all_gather_objects(times), axis=0) * 1e6
+    if groups.ep.rank == 0:
+        report(type(exchange).__name__, groups, tokens, slowest, arguments)
+    if memory is not None:
+        memory.close()
+
+
+def build(config: AllToAllConfig, groups: Groups, device: torch.device) -> tuple[AllToAll, SymmetricMemory | None]:
+    if device.type == "cpu":
+        return create(config, groups), None
+    layout = exchange_layout(config, groups.ep.size, 1)
+    size = layout.region_bytes + (0 if groups.topology.one_domain else NetworkLayout(layout).region_bytes)
+    memory = SymmetricMemory(groups.ep, device, size + (1 << 20), groups.topology.far)
+    return create(config, groups, GpuOptions(device=device, rank=groups.ep.rank), memory=memory), memory
+
+
+def batch(
+    config: AllToAllConfig, tokens: int, rank: int, number: int, device: torch.device
+) -> tuple[torch.Tensor, Routing]:
+    generator = torch.Generator().manual_seed(100_003 * rank + number)
+    scores = torch.rand(tokens, config.num_experts, generator=generator)
+    ids = scores.topk(config.top_k, 1).indices.int()
+    weights = torch.rand(tokens, config.top_k, generator=generator)
+    x = torch.randn(tokens, config.hidden, generator=generator).to(config.dtype)
+    return x.to(device), Routing(ids.to(device), weights.to(device))
+
+
+def one_round(exchange: AllToAll, x: torch.Tensor, routing: Routing) -> tuple[float, torch.Tensor]:
+    """Seconds from the call to the sums, and the sums."""
+    out = torch.empty_like(x)
+    wait(x)
+    started = time.perf_counter()
+    dispatched = exchange.dispatch(x, routing)
+    rows = torch.arange(dispatched.x.shape[0], device=x.device)
+    expert = torch.bucketize(rows, dispatched.offsets[1:], right=True) + exchange.local_experts.start
+    exchange.combine(dispatched.x * factor(expert)[:, None].to(x.dtype), dispatched, out=out)
+    wait(x)
+    return time.perf_counter() - started, out
+
+
+def wait(tensor: torch.Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+
+
+def factor(expert: torch.Tensor) -> torch.Tensor:
+    return (expert % 7 + 1).float()
+
+
+def check(given: tuple[torch.Tensor, Routing], out: torch.Tensor) -> None:
+    """Bit by bit: products in bf16 as the stand-in makes them, sums in fp32 in top-k order."""
+    x, routing = given
+    total = torch.zeros(x.shape, device=x.device)
+    for place in range(routing.ids.shape[1]):
+        rows = x * factor(routing.ids[:, place])[:, None].to(x.dtype)
+        total += routing.weights[:, place, None] * rows.float()
+    if not torch.equal(total.to(x.dtype), out):
+        raise AssertionError(f"{(total.to(x.dtype) != out).sum()} elements of {out.numel()} are wrong")
+
+
+def report(name: str, groups: Groups, tokens: int, times: Any, arguments: argparse.Namespace) -> None:
+    figures = {
+        "exchange": name, "ranks": groups.ep.size, "nodes": groups.topology.node_count, "tokens": tokens,
+        "hidden": arguments.hidden, "top_k": arguments.top_k, "experts": arguments.experts,
+        "p50_us": round(float(np.median(times)), 1), "p99_us": round(float(np.percentile(times, 99)), 1),
+    }  # fmt: skip
+    line = ", ".join(f"{key} {value}" for key, value in figures.items())
+    print(json.dumps(figures) if arguments.json else line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
