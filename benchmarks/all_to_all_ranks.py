@@ -203,9 +203,9 @@ class Bench:
     def check_combine(self, hidden: int, k: int, rows: int, budget_s: float) -> dict[str, Any]:
         """Each rank holds half the pairs, at random slots."""
         reduce = self.ours[hidden, "ours"]
-        expert_rows = torch.empty(rows * k, hidden, dtype=BF16, device=self.device)
-        slots = torch.empty(rows, k, dtype=torch.int32, device=self.device)
-        weights = torch.empty(rows, k, device=self.device)
+        expert_rows = torch.zeros(rows * k, hidden, dtype=BF16, device=self.device)
+        slots = torch.full((rows, k), -1, dtype=torch.int32, device=self.device)  # the first call precedes `refill`
+        weights = torch.zeros(rows, k, device=self.device)
         out, expected = (torch.empty(rows, hidden, dtype=BF16, device=self.device) for _ in range(2))
 
         def refill(count: int) -> None:
