@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -24,12 +23,18 @@ from rose_dist.kernels.errors import KernelArgumentError
 from rose_dist.kernels.exchange_layout import ExchangeLayout
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.network_layout import NetworkLayout
+from rose_dist.kernels.peer_regions import NETWORK_RECORD_STAGE, STAGES
 from rose_dist.kernels.sync import WaitExpiredError
 from tests.comm.emulated import SMS, Cluster
 from tests.comm.oracle import Case
+from tests.comm.test_all_to_all import same_bits
 from tests.comm.test_nvlink_gpu import DEVICE, SMALL, Exchange, Job, One, once
+from tests.comm.test_nvlink_schedules import report_of
 from tests.ptx.cutedsl import compile_kernel
 from tests.ptx.errors import PtxError
+from tests.ptx.launch import Launch
+from tests.ptx.parser import parse
+from tests.ptx.program import Program
 
 
 class Nodes(Job):
@@ -58,10 +63,13 @@ class Nodes(Job):
             with self.cluster.on(rank):
                 self.moes.append(
                     PeerToPeer(
-                        self.config, One(rank, ranks), Topology.of(nodes, rank),
+                        self.config,
+                        One(rank, ranks),
+                        Topology.of(nodes, rank),
                         GpuOptions(device=DEVICE, in_flight=in_flight, layout=PackedLayout()),
-                        lambda size, regions=regions: Region(torch.empty(0), next(regions)), SMS,
-                    )  # fmt: skip
+                        lambda size, regions=regions: Region(torch.empty(0), next(regions)),
+                        SMS,
+                    )
                 )
 
 
@@ -82,7 +90,14 @@ def unlinked(monkeypatch: pytest.MonkeyPatch) -> None:
 _compiled: dict[Any, Any] = {}
 
 
-@pytest.mark.parametrize("name", SMALL)
+CHOSEN = [
+    name
+    for name in SMALL
+    if name.startswith(("T-ZERO-B", "T-ZERO-R", "R-NEG1: some", "R-DUP", "R-NONDIV: fewer", "fp8"))
+]
+
+
+@pytest.mark.parametrize("name", CHOSEN)
 def test_matrix_over_two_nodes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = SMALL[name]
     job = Nodes(case, "ab", monkeypatch)
@@ -90,11 +105,11 @@ def test_matrix_over_two_nodes(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         once(job, replace(case, seed=seed), seed)
 
 
-@pytest.mark.parametrize("nodes", ["aab", "aabb", "abcd", "abab", "aabbc", "aaaabbbb"])
+@pytest.mark.parametrize("nodes", ["aab", "abcd", "aaaabbbb"])
 def test_nodes_of_many_shapes(nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(tokens=(5, 0, 18, 3), experts=len(nodes) * 2 + 1, top_k=3, hidden=16)
     job = Nodes(case, nodes, monkeypatch)
-    for seed in range(3):
+    for seed in range(2):
         once(job, replace(case, seed=seed), seed)
 
 
@@ -132,81 +147,71 @@ def test_two_exchanges_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
             exchange.check_out()
 
 
-def test_many_exchanges_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No rank waits for the host between exchanges: buffers are used again while slow ranks are behind."""
+def test_exchanges_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers are used again while slow ranks are behind: five exchanges of one launch queue a GPU, whose experts give
+    rows back as they came; only the last one's rows and results can be looked at.
+    """
     case = Case(tokens=(3, 2, 4), experts=5, top_k=2, hidden=16)
     job = Nodes(case, "aab", monkeypatch)
     for seed in range(3):
-        exchanges = [Exchange(job, replace(case, seed=10 * seed + i)) for i in range(5)]
-        for exchange in exchanges:
+        for number in range(5):
+            exchange = Exchange(job, replace(case, seed=10 * seed + number))
             exchange.dispatch()
-            # The experts of this test need the rows on the host, so that only empty ones go without a stop.
-            exchange.check_rows = None  # type: ignore[assignment]
-            for handle in exchange.given:
-                handle.handle.release()
+            outs = job.each(lambda rank: echo(job, exchange, rank))  # noqa: B023 - called at once
         job.run(seed)
+        exchange.check_rows()
+        for out, batch in zip(outs, exchange.batches, strict=True):
+            total = torch.zeros(batch.x.shape)
+            for place in range(case.top_k):
+                total += batch.routing.weights[:, place, None] * batch.x
+            assert same_bits(out, total)
 
 
-WEAK = [
-    ("LandRecords", "ld.acquire.sys.global.u64", "ld.relaxed.sys.global.u64"),
-    ("LandRecords", "ld.acquire.sys.global.u64", "ld.acquire.gpu.global.u64"),
-    ("LandResults", "ld.acquire.sys.global.u64", "ld.relaxed.sys.global.u64"),
-    ("LandResults", "ld.acquire.sys.global.u64", "ld.acquire.gpu.global.u64"),
-]
+def echo(job: Nodes, exchange: Exchange, rank: int) -> torch.Tensor:
+    out = job.cluster.tensor(exchange.batches[rank].before)
+    job.moes[rank].combine(exchange.given[rank].x, exchange.given[rank], out=out)
+    return out
 
 
-@pytest.mark.parametrize(("kernel", "old", "new"), WEAK)
-def test_a_weaker_wait_is_caught(kernel: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.ptx.parser import parse  # noqa: PLC0415
-    from tests.ptx.program import Program  # noqa: PLC0415
-
+@pytest.mark.parametrize("kernel", ["LandRecords", "LandResults"])
+@pytest.mark.parametrize("new", ["ld.relaxed.sys.global.u64", "ld.acquire.gpu.global.u64"])
+def test_a_weaker_wait_is_caught(kernel: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the waits for signals: made relaxed, or of a scope that excludes the network."""
     case = Case(tokens=(5, 3), experts=4, top_k=2, hidden=64)
     job = Nodes(case, "ab", monkeypatch)
-    launch, peers = job.cluster.peers.launch, job.cluster.peers
 
-    def weakened(given: Any, rank: int, *arguments: Any) -> None:
-        before = len(peers._launches[rank])
-        launch(given, rank, *arguments)
-        if type(given).__name__ == kernel:
-            text = _compiled[given].ptx
-            assert old in text
-            module = parse(text.replace(old, new))
-            (entry,) = module.kernels.values()
-            mine = peers._launches[rank]
-            mine[before:] = [dataclasses.replace(one, program=Program(module, entry)) for one in mine[before:]]
+    def weakened(launch: Launch) -> Launch:
+        if kernel not in launch.program.kernel.name:
+            return launch
+        text = next(compiled.ptx for name, compiled in _compiled.items() if type(name).__name__ == kernel)
+        assert "ld.acquire.sys.global.u64" in text
+        module = parse(text.replace("ld.acquire.sys.global.u64", new))
+        return dataclasses.replace(launch, program=Program(module, next(iter(module.kernels.values()))))
 
-    monkeypatch.setattr(peers, "launch", weakened)
-    with pytest.raises((PtxError, AssertionError)):
+    job.cluster.peers.change = weakened
+
+    def several() -> None:
         for seed in range(6):
             once(job, replace(case, seed=seed), seed)
+
+    with pytest.raises((PtxError, AssertionError)):
+        several()
 
 
 def test_a_peer_that_sends_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(tokens=(2, 2), experts=2, top_k=1, hidden=16)
     job = Nodes(case, "ab", monkeypatch)
     exchange = Exchange(job, case)
+    job.moes[0].exchange._wait = (job.cluster.peers.reports[0].data_ptr(), 30_000, 0)
     with job.cluster.on(0):
         arguments, named = exchange.arguments(0)
         job.moes[0].dispatch(*arguments, **named)
     job.cluster.peers.run()
-    with pytest.raises(WaitExpiredError, match="rank 0 waited for rank 1 in a dispatch, for a message from another"):
-        job.moes[0].check()
+    with pytest.raises(WaitExpiredError, match=f"rank 0 waited for rank 1 in {STAGES[NETWORK_RECORD_STAGE]}"):
+        report_of(job, 0).check()
 
 
 def test_too_many_tokens_are_refused_at_construction() -> None:
     sizes = ExchangeLayout(ranks=2, experts=4, top_k=2, max_tokens=300, row_bytes=16, scale_bytes=0, result_bytes=16)
     with pytest.raises(KernelArgumentError, match="max_tokens: is 300; between nodes at most 256"):
         NetworkLayout(sizes)
-
-
-def test_random_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = random.Random(0)
-    for seed in range(4):
-        nodes = "".join(draw.choice("abcd") for _ in range(draw.randrange(2, 8)))
-        if len(set(nodes)) == 1:
-            continue
-        case = Case(
-            tokens=tuple(draw.randrange(0, 20) for _ in nodes), experts=draw.randrange(1, 20), top_k=draw.choice((1, 3, 5)),
-            hidden=16 * draw.choice((1, 3)), dtype=torch.bfloat16, seed=seed,
-        )  # fmt: skip
-        once(Nodes(case, nodes, monkeypatch), case, seed)
