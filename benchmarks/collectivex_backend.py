@@ -1,8 +1,8 @@
-"""Adapter with which CollectiveX, a neutral benchmark of expert-parallel exchanges (InferenceX/experimental/CollectiveX),
-can run this library.
+"""Adapter with which CollectiveX, a neutral benchmark of expert-parallel exchanges
+(InferenceX/experimental/CollectiveX), can run this library.
 
-CollectiveX's folder `bench` must be on PYTHONPATH; its `run_ep.py` takes a backend by name from a table, to which `rose`
-has to be added:
+CollectiveX's folder `bench` must be on PYTHONPATH; its `run_ep.py` takes a backend by name from a table, to which
+`rose` has to be added:
 
     from benchmarks.collectivex_backend import RoseBackend
 

@@ -16,15 +16,19 @@ from rose_dist.kernels.cute.expert_map import MapExperts
 from rose_dist.kernels.cute.moe_combine import VECTOR_BYTES, Combine
 from rose_dist.kernels.cute.moe_dispatch_decode import DispatchDecode
 from rose_dist.kernels.cute.moe_dispatch_prefill import AssignSlots, ScatterRows
+from rose_dist.kernels.cute.network_combine import LandResults
+from rose_dist.kernels.cute.network_dispatch import LandRecords
 from rose_dist.kernels.cute.qk_norm import QKNormRope
 from rose_dist.kernels.cute.quantize import Dequantize, Quantize, decoded_count
 from rose_dist.kernels.cute.rms_norm import RMSNorm
 from rose_dist.kernels.cute.routing import Route
 from rose_dist.kernels.cute.swiglu import GatedActivation
+from rose_dist.kernels.exchange_layout import ExchangeLayout
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.formats import FORMATS, FP8, MXFP8, BlockFormat, BlockOutput, Scale, ScaleLayout
 from rose_dist.kernels.jit import Kernel
 from rose_dist.kernels.moe_dispatch import DECODE_THREADS, SCATTER_SHAPE, SPLITS
+from rose_dist.kernels.network_layout import NetworkLayout
 from rose_dist.kernels.qk_norm import Rotary
 from rose_dist.kernels.routing import Score
 from rose_dist.kernels.swiglu import Gate
@@ -81,6 +85,7 @@ def _all(arch: Arch) -> Iterator[Kernel]:
     yield from _embeddings(arch)
     yield from _moe(arch)
     yield from _all_reduces(arch)
+    yield from _across_nodes(arch)
     yield probe.GridBarriers(arch, repeats=100)
     yield probe.Primitives(arch, multicast=True)
 
@@ -172,6 +177,19 @@ def _all_reduces(arch: Arch) -> Iterator[Kernel]:
         for dtype in (bf16, torch.float32):
             yield TwoShot(arch, ranks, dtype)
         yield Multicast(arch, ranks)
+
+
+def _across_nodes(arch: Arch) -> Iterator[Kernel]:
+    """Those that need no NVSHMEM; its device functions keep a stack."""
+    for experts, k, hidden, dtype, scales, _ in MOE_ROWS:
+        layout = NetworkLayout(
+            ExchangeLayout(
+                ranks=16, experts=experts, top_k=k, max_tokens=256, row_bytes=hidden * dtype.itemsize,
+                scale_bytes=4 * scales, result_bytes=hidden * 2,
+            )
+        )  # fmt: skip
+        yield LandRecords(arch, layout)
+        yield LandResults(arch, layout)
 
 
 def _embeddings(arch: Arch) -> Iterator[Kernel]:
