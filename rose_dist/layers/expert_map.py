@@ -27,9 +27,10 @@ class ExpertMap:
         self._table = torch.from_numpy(placement.table()).to(load.device)
         self._single = placement.ranks == 1
 
-    def __call__(self, ids: Tensor) -> Tensor:
-        """int32 [tokens, top_k], experts to slots; counts them."""
-        return map_experts(ids, self.load, None if self._single else self._table, turn=self.replica)
+    def __call__(self, ids: Tensor, live_rows: Tensor | None = None) -> Tensor:
+        """int32 [tokens, top_k], experts to slots, −1 from token `live_rows` on; counts the live ones."""
+        table = None if self._single else self._table
+        return map_experts(ids, self.load, table, turn=self.replica, live_rows=live_rows)
 
     def place(self, placement: Placement) -> None:
         """From now on experts are there; it has as many slots as the one before."""

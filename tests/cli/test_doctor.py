@@ -71,6 +71,7 @@ def gpu_node(
         write(root, f"sys/class/infiniband/{device}/device/numa_node", "1\n")
     write(root, "sys/module/nvidia_peermem/refcnt", "0")
     write(root, "dev/infiniband/uverbs0", "")
+    write(root, "dev/gdrdrv", "")
     write(root, "sys/class/net/eth0/operstate", "up\n")
     write(root, "sys/class/net/eth0/speed", "25000\n")
     write(root, "sys/class/net/eth0/device/vendor", "")
@@ -220,3 +221,13 @@ def test_this_machine() -> None:
     assert content["machine"]["host"]["python"] == python
     assert content["machine"]["host"]["memory_bytes"] > 0
     assert content["machine"]["software"]["packages"]["torch"]
+
+
+def test_gdrcopy_is_asked_for_where_there_are_gpus_and_rdma(tmp_path: Path) -> None:
+    def lacking() -> list[str]:
+        return [line.fix for line in lines_of(with_packages(inspect_machine(tmp_path))) if line.topic == "GDRCopy"]
+
+    gpu_node(tmp_path)
+    assert lacking() == []
+    (tmp_path / "dev/gdrdrv").unlink()
+    assert "ibrc" in lacking()[0]

@@ -32,12 +32,14 @@ class RdmaPort:
 @dataclass(frozen=True)
 class Network:
     """gpudirect: the kernel module that lets RDMA devices reach GPU memory is loaded.
-    verbs: user programs have device files for RDMA."""
+    verbs: user programs have device files for RDMA.
+    gdrcopy: the device file through which CPUs write into GPU memory is there."""
 
     interfaces: tuple[Interface, ...]
     rdma_ports: tuple[RdmaPort, ...]
     gpudirect: bool
     verbs: bool
+    gdrcopy: bool
 
 
 def inspect_network(probe: Probe) -> Network:
@@ -58,7 +60,7 @@ def inspect_network(probe: Probe) -> Network:
     )
     gpudirect = any((probe.root / "sys/module" / name).exists() for name in ("nvidia_peermem", "nv_peer_mem"))
     verbs = any(entry.name.startswith("uverbs") for entry in probe.entries("dev/infiniband"))
-    return Network(interfaces, ports, gpudirect, verbs)
+    return Network(interfaces, ports, gpudirect, verbs, (probe.root / "dev/gdrdrv").exists())
 
 
 def _rdma_port(probe: Probe, device: str, port: int) -> RdmaPort:

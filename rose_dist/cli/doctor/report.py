@@ -92,6 +92,9 @@ def _network(network: Network, *, has_gpu: bool) -> list[Line]:
         lines.append(Line("RDMA devices", "no /dev/infiniband/uverbs*", "docker run --device /dev/infiniband"))
     if has_gpu and not network.gpudirect:
         lines.append(Line("GPUDirect RDMA", "nvidia_peermem is not loaded", "modprobe nvidia_peermem on the host"))
+    if has_gpu and not network.gdrcopy:
+        fix = "install GDRCopy on the host, in a container pass --device /dev/gdrdrv; NVSHMEM's ibrc needs it"
+        lines.append(Line("GDRCopy", "no /dev/gdrdrv", fix))
     return lines
 
 
