@@ -7,8 +7,7 @@ CollectiveX's folder `bench` must be on PYTHONPATH; its `run_ep.py` takes a back
     from benchmarks.collectivex_backend import RoseBackend
 
 It delivers a row for every pair of token and expert and applies the weights itself, which CollectiveX calls receive
-layout `token-expert` with `weighted-kernel-sum` and allows in mode `low-latency` alone. Across nodes up to 256 tokens a
-rank. Written against the interface of 2026-08; it has run on CPU ranks only (tests/comm/test_collectivex_backend.py).
+layout `token-expert` with `weighted-kernel-sum` and allows in mode `low-latency` alone. Written against the interface of 2026-08; it has run on CPU ranks only (tests/comm/test_collectivex_backend.py).
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig, Routing
 from rose_dist.comm.symmetric_memory import SymmetricMemory
 from rose_dist.comm.topology import Topology
 from rose_dist.comm.world import machine_id
-from rose_dist.kernels.exchange_layout import PACKET_TOKENS
 from rose_dist.kernels.network_layout import NetworkLayout
 
 _SLACK = 1 << 20
@@ -42,9 +40,6 @@ class RoseBackend(EPBackend):  # type: ignore[misc]  # a class of CollectiveX's
     receive_layout = "token-expert"
     combine_weight_semantics = "weighted-kernel-sum"
     memory: SymmetricMemory | None = None
-
-    def buffer_cap(self, args: Any) -> int | None:
-        return None if self.topology.one_domain else PACKET_TOKENS
 
     @property
     def topology(self) -> Topology:

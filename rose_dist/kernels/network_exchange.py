@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rose_dist.kernels import jit, launch
-from rose_dist.kernels.exchange_layout import ExchangeLayout
+from rose_dist.kernels.exchange_layout import CHUNK, ExchangeLayout
 from rose_dist.kernels.expert_exchange import ExpertExchange, ReceivedRows
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.moe_dispatch import LIMIT_NS
@@ -40,6 +40,13 @@ class NetworkExchange(ExpertExchange):
         self._across = (self._far, len(far), network)
         for kernel in ("SendRecords", "LandRecords", "SendResults", "LandResults"):
             self._kernel(kernel)
+        if layout.has_rows:
+            self._row_kernel()
+            self._kernel("LandResultRows")
+            boxes = network + self.network.start("row_outbox") - layout.start("records")
+            bases = [boxes + (to - rank) * layout.source_record_bytes if to in far else 0 for to in range(layout.ranks)]
+            self._outboxes = torch.empty(layout.ranks, dtype=torch.int64, device=device)
+            self._outboxes.copy_(torch.tensor(bases))
 
     def dispatch(
         self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None, out: ReceivedRows
@@ -51,6 +58,9 @@ class NetworkExchange(ExpertExchange):
     def dispatch_send(
         self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None
     ) -> None:
+        if tokens > self.layout.packet_tokens:
+            self._push_rows(x, scales, ids, tokens, live_rows)
+            return
         blocks = self._message_blocks(max(1, -(-tokens // RECORDS)))
         self._run(
             "SendRecords", x, scales, ids, live_rows, *self._across, self._state.data_ptr(), self.rank, tokens, blocks
@@ -58,7 +68,7 @@ class NetworkExchange(ExpertExchange):
         super().dispatch_send(x, scales, ids, tokens, live_rows)
 
     def dispatch_receive(self, out: ReceivedRows) -> None:
-        blocks = self._message_blocks(self.network.messages)
+        blocks = self._message_blocks(self.network.record_messages)
         self._run("LandRecords", *self._across, self._own, self._state.data_ptr() + 8, *self._wait, blocks)
         super().dispatch_receive(out)
 
@@ -72,9 +82,10 @@ class NetworkExchange(ExpertExchange):
 
     def combine_send(self, expert_out: Tensor, received: ReceivedRows) -> None:
         stride = expert_out.stride(0) * expert_out.element_size()
+        tables = (received.sources, received.tokens, received.slots, received.runs)
         self._run(
-            "SendResults", expert_out, stride, received.sources, received.tokens, received.slots, *self._across,
-            self._state.data_ptr() + 16, self.rank, self._message_blocks(self.network.messages),
+            "SendResults", expert_out, stride, *tables, *self._across, self._state.data_ptr() + 16, self.rank,
+            self._message_blocks(self.network.result_messages),
         )  # fmt: skip
         super().combine_send(expert_out, received)
 
@@ -82,11 +93,36 @@ class NetworkExchange(ExpertExchange):
         self, ids: Tensor, weights: Tensor, out: Tensor, *, tokens: int, live_rows: Tensor | None, accumulate: bool
     ) -> None:
         blocks = self._message_blocks(max(1, -(-tokens // RECORDS)))
+        if tokens > self.layout.packet_tokens:
+            self._run(
+                "LandResultRows", live_rows, *self._across, self._own, self._state.data_ptr() + 24, *self._wait,
+                tokens, blocks,
+            )  # fmt: skip
+            super().combine_receive(ids, weights, out, tokens=tokens, live_rows=live_rows, accumulate=accumulate)
+            return
         self._run(
             "LandResults", ids, live_rows, *self._across, self._own, self._state.data_ptr() + 24, *self._wait, tokens,
             blocks,
         )  # fmt: skip
         super().combine_receive(ids, weights, out, tokens=tokens, live_rows=live_rows, accumulate=accumulate)
+
+    def _push_rows(
+        self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None
+    ) -> None:
+        order = self._order(ids, tokens, live_rows, *self._wait)
+        given, state, chunks = (x, scales, ids, live_rows, *order), self._state.data_ptr(), -(-tokens // CHUNK)
+        launch.run(
+            self._row_kernel(), self._far, *given, self._outboxes, *self._across, self._own, state, self.rank, tokens,
+            chunks,
+        )  # fmt: skip
+        launch.run(
+            self._push_kernel(), self._far, *given, state + 32, self._peers, state, self.rank, tokens, chunks
+        )
+
+    def _row_kernel(self) -> jit.Launcher:
+        from rose_dist.kernels.cute.network_rows import SendRows  # noqa: PLC0415 - it loads the compiler
+
+        return _load(SendRows(self._arch, self.layout))
 
     def _message_blocks(self, messages: int) -> int:
         """Blocks for so many messages to or from each rank of another node."""

@@ -10,6 +10,11 @@ signal, u64, is epoch << 32 | a count: of all the records that this rank sends t
 first message (there always is one, and it carries the header too) says how many follow; or of the results in this
 message. Signals are never reset, no message depends on another's arrival, and none on an order of arrival.
 
+Plain rows, of sources with many tokens, need no landing: the records of a chunk stand side by side, so they are put to
+where the receiver takes them, and the chunk's run and flag, side by side too, are the signal (run | epoch << 32). Only
+the header comes as a message without records. A source's results come back in one message for each of its chunks, even
+without any, and land as plain rows with the chunk's flag.
+
     record message   header u32 [3 + most experts a rank], padded to 16 bytes; in the first message only, its place in
                      all; then records: meta u32 [1 + top_k], padded to 16 bytes, row, scales padded to 16 bytes
     result message   results: u32 token · top_k + place, padded to 16 bytes; row
@@ -21,6 +26,8 @@ Areas:
 - `record_signals`: u64 [copies, sender, record_messages]: written by the senders' network, once the message is there;
   read by thread 0 of the blocks that land it (acquire, system scope). It publishes the message.
 - `result_outbox`, `result_inbox`, `result_signals`: alike, with `result_copies`, for results.
+- `row_outbox`: bytes [copies, receiver, max_tokens, exchange.record_bytes], written by this rank, read by its network.
+- `nothing`: 16 bytes, sent with the signal of a chunk without records, and received.
 
 Copies: as in `exchange_layout`, whose argument holds here too: whoever sends exchange e knows that its messages of e −
 2F (records) or e − F (results) have been landed, so that outbox, inbox and signal may be used again.
@@ -30,10 +37,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rose_dist.kernels import checks
-from rose_dist.kernels.exchange_layout import ALIGNMENT, HEADER_WORDS, ExchangeLayout
+from rose_dist.kernels.exchange_layout import ALIGNMENT, CHUNK, HEADER_WORDS, ExchangeLayout
 
-RECORDS = 16
+RECORDS = CHUNK
 """Of a message, at most."""
 
 
@@ -42,14 +48,6 @@ class NetworkLayout:
     """Offsets and sizes are in bytes. All ranks must have equal ones."""
 
     exchange: ExchangeLayout
-
-    def __post_init__(self) -> None:
-        if self.exchange.has_rows:
-            raise checks.fail(
-                "max_tokens",
-                f"is {self.exchange.max_tokens}; between nodes at most {self.exchange.packet_tokens} tokens a rank: "
-                "give the engine fewer tokens a step",
-            )
 
     @property
     def header_bytes(self) -> int:
@@ -78,15 +76,20 @@ class NetworkLayout:
         return RECORDS * self.exchange.top_k * self.result_bytes
 
     @property
-    def messages(self) -> int:
-        """Of one rank to another in one exchange, at most; the same for records and results."""
+    def record_messages(self) -> int:
+        """Of one rank to another in one exchange, at most."""
+        return -(-self.exchange.packet_tokens // RECORDS)
+
+    @property
+    def result_messages(self) -> int:
         return -(-self.exchange.max_tokens // RECORDS)
 
     @property
     def _areas(self) -> dict[str, int]:
         """Bytes of each area, in their order."""
-        slots = self.exchange.ranks * self.messages
-        records, results = self.exchange.copies * slots, self.exchange.result_copies * slots
+        exchange = self.exchange
+        records = exchange.copies * exchange.ranks * self.record_messages
+        results = exchange.result_copies * exchange.ranks * self.result_messages
         return {
             "record_outbox": records * self.record_message_bytes,
             "record_inbox": records * self.record_message_bytes,
@@ -94,6 +97,8 @@ class NetworkLayout:
             "result_outbox": results * self.result_message_bytes,
             "result_inbox": results * self.result_message_bytes,
             "result_signals": results * 8,
+            "row_outbox": exchange.copies * exchange.ranks * exchange.source_record_bytes,
+            "nothing": 16,
         }
 
     def start(self, area: str) -> int:

@@ -16,7 +16,7 @@ from rose_dist.kernels.cute.expert_map import MapExperts
 from rose_dist.kernels.cute.moe_combine import VECTOR_BYTES, Combine
 from rose_dist.kernels.cute.moe_dispatch_decode import DispatchDecode
 from rose_dist.kernels.cute.moe_dispatch_prefill import AssignSlots, ScatterRows
-from rose_dist.kernels.cute.network_combine import LandResults
+from rose_dist.kernels.cute.network_combine import LandResultRows, LandResults
 from rose_dist.kernels.cute.network_dispatch import LandRecords
 from rose_dist.kernels.cute.qk_norm import QKNormRope
 from rose_dist.kernels.cute.quantize import Dequantize, Quantize, decoded_count
@@ -184,12 +184,13 @@ def _across_nodes(arch: Arch) -> Iterator[Kernel]:
     for experts, k, hidden, dtype, scales, _ in MOE_ROWS:
         layout = NetworkLayout(
             ExchangeLayout(
-                ranks=16, experts=experts, top_k=k, max_tokens=256, row_bytes=hidden * dtype.itemsize,
+                ranks=16, experts=experts, top_k=k, max_tokens=4096, row_bytes=hidden * dtype.itemsize,
                 scale_bytes=4 * scales, result_bytes=hidden * 2,
             )
         )  # fmt: skip
         yield LandRecords(arch, layout)
         yield LandResults(arch, layout)
+        yield LandResultRows(arch, layout)
 
 
 def _embeddings(arch: Arch) -> Iterator[Kernel]:

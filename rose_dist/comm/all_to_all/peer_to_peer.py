@@ -26,10 +26,7 @@ class PeerToPeer(NvLink):
         take: Callable[[int], Region],
         sms: int,
     ) -> None:
-        """Collective over `group`. `take`: as for `NvLink`; the addresses of ranks of other nodes are not used.
-
-        Raises `KernelArgumentError` for more tokens than a rank may send between nodes.
-        """
+        """Collective over `group`. `take`: as for `NvLink`; the addresses of ranks of other nodes are not used."""
         self.topology = topology
         super().__init__(config, group, options, take, sms)
 

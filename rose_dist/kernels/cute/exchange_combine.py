@@ -138,9 +138,10 @@ class ExchangeCombine(jit.Kernel):
         if const_expr(layout.has_rows):
             for item in range(block, arrivals.total(headers, 1), blocks):
                 source, chunk = arrivals.locate(headers, 1, item, rank)
-                self.push_chunk(
-                    expert_out, row_stride, source, chunk, tokens_of, slots, runs, peer(peers, source), epoch, rank
-                )
+                if peer(peers, source) != 0:
+                    self.push_chunk(
+                        expert_out, row_stride, source, chunk, tokens_of, slots, runs, peer(peers, source), epoch, rank
+                    )
 
     @cute.jit
     def choose(self, tokens_of: Int64, slots: Int64, record: Int64, chosen: cute.Tensor) -> None:

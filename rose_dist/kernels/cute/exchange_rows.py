@@ -151,7 +151,9 @@ class PushRows(jit.Kernel):
                 if record >= 0:
                     row = record - Int32(vector.scalar(record_offsets + Int64(to) * 8, Int64)[0])
                     rows[warp * self.layout.ranks + to] = row
-                    target = peer(peers, to) + area + Int64(row) * self.layout.record_bytes
+                    region = peer(peers, to)
+                    if region != 0:
+                        target = region + area + Int64(row) * self.layout.record_bytes
         for j in range(layout.top_k):
             record, destination = Int64(cute.arch.shuffle_sync(target, j)), cute.arch.shuffle_sync(to, j)
             if record != 0:
@@ -205,8 +207,9 @@ class PushRows(jit.Kernel):
                 count += 1
         copy = copy_of(epoch, layout.copies) * layout.ranks + rank
         run = peer(peers, to) + layout.start("runs") + copy * layout.source_run_bytes + Int64(chunk) * 8
-        ptx.store_relaxed(run, Uint32(first << 8 | count), "sys")
-        ptx.store_release(run + 4, epoch, "sys")
+        if peer(peers, to) != 0:
+            ptx.store_relaxed(run, Uint32(first << 8 | count), "sys")
+            ptx.store_release(run + 4, epoch, "sys")
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rose_dist.kernels import jit, nvshmem, vector
+from rose_dist.kernels import jit, nvshmem, ptx, vector
 from rose_dist.kernels.cute import packets
 from rose_dist.kernels.cute.exchange_parts import copy_of
 from rose_dist.kernels.cute.exchange_send import PacketSender
 from rose_dist.kernels.cute.expert_slots import shared_integers
 from rose_dist.kernels.cute.network_parts import load_words, message_at, place_of, signal_at, signal_of, wait_signal
-from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, cute
+from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, const_expr, cute
 from rose_dist.kernels.exchange_layout import HEADER_WORDS
 from rose_dist.kernels.exchange_tiling import PacketTiling
 from rose_dist.kernels.network_layout import RECORDS, NetworkLayout
@@ -27,30 +27,39 @@ class SendResults(nvshmem.NetworkKernel):
 
     @cute.jit
     def __call__(
-        self, expert_out: Int64, row_stride: Int64, sources: Int64, tokens_of: Int64, slots: Int64, far: Int64,
-        far_count: Int32, network: Int64, send_state: Int64, rank: Int32, blocks: Int32, stream: Stream,
+        self, expert_out: Int64, row_stride: Int64, sources: Int64, tokens_of: Int64, slots: Int64, runs: Int64,
+        far: Int64, far_count: Int32, network: Int64, send_state: Int64, rank: Int32, blocks: Int32, stream: Stream,
     ) -> None:  # fmt: skip
-        """Addresses: expert_out, row_stride, sources, tokens_of, slots and send_state as for `ExchangeCombine`; far,
-        network: as for `SendRecords`.
+        """Addresses: expert_out, row_stride, sources, tokens_of, slots, runs and send_state as for `ExchangeCombine`;
+        far, network: as for `SendRecords`.
         """
         self.kernel(
-            expert_out, row_stride, sources, tokens_of, slots, far, far_count, network, send_state, rank
+            expert_out, row_stride, sources, tokens_of, slots, runs, far, far_count, network, send_state, rank
         ).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(
-        self, expert_out: Int64, row_stride: Int64, sources: Int64, tokens_of: Int64, slots: Int64, far: Int64,
-        far_count: Int32, network: Int64, send_state: Int64, rank: Int32,
+        self, expert_out: Int64, row_stride: Int64, sources: Int64, tokens_of: Int64, slots: Int64, runs: Int64,
+        far: Int64, far_count: Int32, network: Int64, send_state: Int64, rank: Int32,
     ) -> None:  # fmt: skip
         layout, exchange = self.layout, self.layout.exchange
         chosen, total = shared_integers(RECORDS * exchange.top_k), shared_integers(1)
         epoch = packets.current_epoch(send_state)
-        for item in range(cute.arch.block_idx()[0], far_count * layout.messages, cute.arch.grid_dim()[0]):
+        for item in range(cute.arch.block_idx()[0], far_count * layout.result_messages, cute.arch.grid_dim()[0]):
             source, message = vector.scalar(far + Int64(item % far_count) * 4, Int32)[0], item // far_count
-            records = vector.scalar(sources + Int64(source) * (4 * HEADER_WORDS), Int32)[0] - message * RECORDS
-            if records > 0:
-                first = Int64(source) * exchange.max_tokens + message * RECORDS
-                pairs = vector.min_of(records, Int32(RECORDS)) * exchange.top_k
+            header = sources + Int64(source) * (4 * HEADER_WORDS)
+            plain = vector.scalar(header + 8, Int32)[0] == 1
+            begin = message * RECORDS
+            records = vector.min_of(vector.scalar(header, Int32)[0] - begin, Int32(RECORDS))
+            due = records > 0
+            if const_expr(exchange.has_rows):
+                if plain:
+                    run = vector.scalar(runs + (Int64(source) * exchange.chunks + message) * 4, Int32)[0]
+                    due = message * RECORDS < vector.scalar(header + 4, Int32)[0]
+                    begin, records = run >> 8, run & 255
+            if due:
+                first = Int64(source) * exchange.max_tokens + begin
+                pairs = records * exchange.top_k
                 self.choose(slots + first * (4 * exchange.top_k), pairs, chosen, total)
                 place = place_of(layout, "result", epoch, source, message)
                 outbox = network + message_at(layout, "result", "outbox", place)
@@ -61,10 +70,10 @@ class SendResults(nvshmem.NetworkKernel):
                     index = token * exchange.top_k + pair % exchange.top_k
                     self.write_result(expert_out, row_stride, slot, index, outbox + Int64(number) * layout.result_bytes)
                 place = place_of(layout, "result", epoch, rank, message)
+                size = vector.max_of(Int64(total[0]) * layout.result_bytes, Int64(16))
                 nvshmem.put_signal_block(
-                    self.arch, network + message_at(layout, "result", "inbox", place), outbox,
-                    Int64(total[0]) * layout.result_bytes, network + signal_at(layout, "result", place),
-                    signal_of(total[0], epoch), source,
+                    self.arch, network + message_at(layout, "result", "inbox", place), outbox, size,
+                    network + signal_at(layout, "result", place), signal_of(total[0], epoch), source,
                 )  # fmt: skip
 
     @cute.jit
@@ -133,7 +142,7 @@ class LandResults(jit.Kernel):
         )
         PacketSender(exchange, self.tiling).count(ids, live, counted, experts, masks)
         alive = Boolean(True)
-        for item in range(cute.arch.block_idx()[0], far_count * layout.messages, cute.arch.grid_dim()[0]):
+        for item in range(cute.arch.block_idx()[0], far_count * layout.result_messages, cute.arch.grid_dim()[0]):
             peer, message = vector.scalar(far + Int64(item % far_count) * 4, Int32)[0], item // far_count
             if message * RECORDS < counted[exchange.experts + peer]:
                 place = place_of(layout, "result", epoch, peer, message)
@@ -158,3 +167,50 @@ class LandResults(jit.Kernel):
         for packet in range(cute.arch.thread_idx()[0], exchange.result_packets, self.tiling.threads):
             words = load_words(result + 16, packet * PACKET_WORDS, PACKET_WORDS, exchange.result_bytes // 4)
             packets.send([target], Int64(packet) * PACKET_BYTES, words, epoch)
+
+
+@dataclass(frozen=True)
+class LandResultRows(jit.Kernel):
+    """The same for a source of many tokens: a message's results become plain rows, and their chunk's flag is set."""
+
+    layout: NetworkLayout
+    threads: int = 512
+
+    @cute.jit
+    def __call__(
+        self, live_rows: Int64, far: Int64, far_count: Int32, network: Int64, own: Int64, receive_state: Int64,
+        report: Int64, limit_ns: Int64, rank: Int32, tokens: Int32, blocks: Int32, stream: Stream,
+    ) -> None:  # fmt: skip
+        """Arguments: as for `LandResults`."""
+        self.kernel(
+            live_rows, far, far_count, network, own, receive_state, report, limit_ns, rank, tokens
+        ).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self, live_rows: Int64, far: Int64, far_count: Int32, network: Int64, own: Int64, receive_state: Int64,
+        report: Int64, limit_ns: Int64, rank: Int32, tokens: Int32,
+    ) -> None:  # fmt: skip
+        layout, exchange, count = self.layout, self.layout.exchange, shared_integers(1)
+        live, epoch = vector.live_rows(live_rows, tokens), packets.current_epoch(receive_state)
+        copy, alive = copy_of(epoch, exchange.result_copies), Boolean(True)
+        flags = own + exchange.start("result_flags") + copy * exchange.result_flag_bytes
+        results = own + exchange.start("results") + copy * exchange.result_row_bytes
+        chunks = (live + (RECORDS - 1)) // RECORDS
+        for item in range(cute.arch.block_idx()[0], far_count * chunks, cute.arch.grid_dim()[0]):
+            peer, chunk = vector.scalar(far + Int64(item % far_count) * 4, Int32)[0], item // far_count
+            place = place_of(layout, "result", epoch, peer, chunk)
+            alive = wait_signal(
+                network + signal_at(layout, "result", place), epoch, count, alive, limit_ns, report, rank, peer,
+                NETWORK_RESULT_STAGE,
+            )  # fmt: skip
+            inbox = network + message_at(layout, "result", "inbox", place)
+            for number in range(count[0]):
+                result = inbox + Int64(number) * layout.result_bytes
+                target = results + Int64(vector.scalar(result, Int32)[0]) * exchange.result_bytes
+                for at in range(cute.arch.thread_idx()[0], exchange.result_bytes // 16, self.threads):
+                    ptx.store_packet(target + Int64(at) * 16, ptx.load_16b(result + 16 + Int64(at) * 16))
+            cute.arch.sync_threads()
+            if (cute.arch.thread_idx()[0] == 0) & alive:
+                # For the launch that follows, which sees all of this one's writes.
+                ptx.store_relaxed(flags + (Int64(peer) * exchange.chunks + chunk) * 4, epoch, "sys")

@@ -57,7 +57,7 @@ class SendRecords(nvshmem.NetworkKernel):
         places, owners, rows = (shared_integers(n) for n in (exchange.top_k, exchange.top_k, exchange.ranks))
         chosen = shared_integers(RECORDS)
         sender.count(ids, live, counted, experts, masks)
-        for item in range(cute.arch.block_idx()[0], far_count * self.layout.messages, cute.arch.grid_dim()[0]):
+        for item in range(cute.arch.block_idx()[0], far_count * self.layout.record_messages, cute.arch.grid_dim()[0]):
             to = vector.scalar(far + Int64(item % far_count) * 4, Int32)[0]
             first, records = item // far_count * RECORDS, counted[exchange.experts + to]
             if (first == 0) | (first < records):
@@ -140,7 +140,7 @@ class LandRecords(jit.Kernel):
     ) -> None:  # fmt: skip
         layout, count = self.layout, shared_integers(1)
         epoch, alive = packets.current_epoch(receive_state), Boolean(True)
-        for item in range(cute.arch.block_idx()[0], far_count * layout.messages, cute.arch.grid_dim()[0]):
+        for item in range(cute.arch.block_idx()[0], far_count * layout.record_messages, cute.arch.grid_dim()[0]):
             source, message = vector.scalar(far + Int64(item % far_count) * 4, Int32)[0], item // far_count
             place = place_of(layout, "record", epoch, source, 0)
             alive = wait_signal(

@@ -14,7 +14,8 @@ def place_of(layout: NetworkLayout, kind: str, epoch: Any, rank: Any, message: A
     """The number of a message of `kind` ("record" or "result") to or from `rank`, in outbox, inbox and signals."""
     exchange = layout.exchange
     copies = exchange.copies if kind == "record" else exchange.result_copies
-    return (copy_of(epoch, copies) * exchange.ranks + rank) * layout.messages + message
+    messages = layout.record_messages if kind == "record" else layout.result_messages
+    return (copy_of(epoch, copies) * exchange.ranks + rank) * messages + message
 
 
 def message_at(layout: NetworkLayout, kind: str, box: str, place: Any) -> Any:
