@@ -200,9 +200,7 @@ class ExpertExchange:
             state + 16, state + 24, *self._wait, tokens, self._blocks(tokens * tiling.splits, received is not None),
         )  # fmt: skip
 
-    def _push_rows(
-        self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None
-    ) -> None:
+    def _push_rows(self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None) -> None:
         state = self._state.data_ptr()
         order = self._order(ids, tokens, live_rows, *self._wait)
         launch.run(

@@ -244,9 +244,7 @@ class ExchangeCombine(jit.Kernel):
                 places = list(range(first, vector.const_min(first + AT_ONCE, self.layout.top_k)))
                 experts = [vector.scalar(ids + (pairs + j) * 4, Int32)[0] for j in places]
                 wanted = [Boolean((e >= 0) & (e < self.layout.experts) & inside) for e in experts]
-                addresses = [
-                    inbox + ((pairs + j) * self.layout.result_packets + packet) * PACKET_BYTES for j in places
-                ]
+                addresses = [inbox + ((pairs + j) * self.layout.result_packets + packet) * PACKET_BYTES for j in places]
                 senders = [
                     owner(self.layout, vector.select(w, e, Int32(0))) for w, e in zip(wanted, experts, strict=True)
                 ]
@@ -280,4 +278,6 @@ class ExchangeCombine(jit.Kernel):
                 if const_expr(self.accumulate):
                     before = vector.load(target, TYPES[self.out_dtype], self.each, size).to(Float32)
                     values = [before[n] + value for n, value in enumerate(values)]
-                vector.store_words(target, [value.to(TYPES[self.out_dtype]) for value in values], TYPES[self.out_dtype], size)
+                vector.store_words(
+                    target, [value.to(TYPES[self.out_dtype]) for value in values], TYPES[self.out_dtype], size
+                )

@@ -174,9 +174,7 @@ def count_sent(
 
 
 @cute.jit
-def store_scale_word(
-    target: Int64, at: Int32, word: Uint32, scale_bytes: cutlass.Constexpr
-) -> None:
+def store_scale_word(target: Int64, at: Int32, word: Uint32, scale_bytes: cutlass.Constexpr) -> None:
     """Word number `at` of a row's scales, which may end within it, to `target`."""
     if const_expr(scale_bytes % 4 == 0):
         vector.scalar(target + Int64(at) * 4, Uint32)[0] = word

@@ -9,7 +9,7 @@ from rose_dist.kernels import ptx, sync, vector
 from rose_dist.kernels.cute import packets
 from rose_dist.kernels.cute.exchange_parts import Arrivals, copy_of, receive_headers, slot_of, store_scale_word
 from rose_dist.kernels.cute.expert_slots import scan_starts, shared_integers
-from rose_dist.kernels.dsl import Boolean, Int32, Int64, Uint32, const_expr, cute, cutlass, range_constexpr
+from rose_dist.kernels.dsl import Boolean, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 from rose_dist.kernels.exchange_layout import HEADER_WORDS, ExchangeLayout
 from rose_dist.kernels.exchange_tiling import PacketTiling
 from rose_dist.kernels.expert_slots import PackedLayout

@@ -273,9 +273,7 @@ class SumChunks(jit.Kernel):
         for first in range_constexpr(0, layout.top_k, AT_ONCE):
             places = list(range(first, vector.const_min(first + AT_ONCE, layout.top_k)))
             experts = [vector.scalar(ids + (pairs + j) * 4, Int32)[0] for j in places]
-            loaded = [
-                ptx.load_packet(results + (pairs + j) * layout.result_bytes + Int64(column) * 16) for j in places
-            ]
+            loaded = [ptx.load_packet(results + (pairs + j) * layout.result_bytes + Int64(column) * 16) for j in places]
             for number, j in enumerate(places):
                 valid = Boolean((experts[number] >= 0) & (experts[number] < layout.experts))
                 weight = vector.scalar(weights + (pairs + j) * 4, Float32)[0]

@@ -17,7 +17,7 @@ from rose_dist.kernels.cute.exchange_parts import (
     send_headers,
 )
 from rose_dist.kernels.cute.expert_slots import local_expert, shared_integers
-from rose_dist.kernels.dsl import Boolean, Int32, Int64, Uint32, const_expr, cute, range_constexpr
+from rose_dist.kernels.dsl import Int32, Int64, Uint32, const_expr, cute, range_constexpr
 from rose_dist.kernels.exchange_layout import NO_PLACE, ExchangeLayout
 from rose_dist.kernels.exchange_tiling import PacketTiling
 from rose_dist.kernels.peer_regions import PACKET_BYTES, PACKET_WORDS
@@ -149,12 +149,9 @@ class PacketSender:
         word = Uint32(0)
         if const_expr(layout.scale_bytes == 0):
             word = Uint32(vector.scalar(row + Int64(vector.min_of(at, Int32(row_words - 1))) * 4, Uint32)[0])
-        else:
-            if at < row_words:
-                word = Uint32(vector.scalar(row + Int64(at) * 4, Uint32)[0])
-            elif at < layout.data_words:
-                row = scales + Int64(token) * layout.scale_bytes
-                word = Uint32(load_scale_word(row, at - row_words, layout.scale_bytes))
+        elif at < row_words:
+            word = Uint32(vector.scalar(row + Int64(at) * 4, Uint32)[0])
+        elif at < layout.data_words:
+            row = scales + Int64(token) * layout.scale_bytes
+            word = Uint32(load_scale_word(row, at - row_words, layout.scale_bytes))
         return word
-
-
