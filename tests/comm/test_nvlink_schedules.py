@@ -1,4 +1,4 @@
-"""Many exchanges between emulated GPUs with nothing between them: any schedule is right, and every weakening is caught."""
+"""Many exchanges between emulated GPUs with nothing between them: any schedule is right, any weakening is caught."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_two_in_flight(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(echo.right() for echo in echoes)
 
 
-# --- Weakened -----------------------------------------------------------------------------------------------------------
+# --- Weakened ---------------------------------------------------------------------------------------------------------
 
 
 def ordering(program: Any) -> Iterator[Weakening]:
@@ -214,7 +214,7 @@ def test_packets_that_tear_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     raise AssertionError("nobody noticed")
 
 
-# --- A dead peer --------------------------------------------------------------------------------------------------------
+# --- A dead peer ------------------------------------------------------------------------------------------------------
 
 
 def report_of(job: Job, rank: int) -> WaitReport:

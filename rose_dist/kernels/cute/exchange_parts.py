@@ -70,7 +70,7 @@ def send_headers(
             words = [
                 _header_word(layout, counted, to, packet * PACKET_WORDS + i, live, plain) for i in range(PACKET_WORDS)
             ]
-            ptx.store_packet(peer(peers, to) + at + Int64(packet) * PACKET_BYTES, (*words, epoch))  # type: ignore[arg-type]
+            ptx.store_packet(peer(peers, to) + at + Int64(packet) * PACKET_BYTES, (*words, epoch))
 
 
 def _header_word(layout: Any, counted: Any, to: Any, at: Any, live: Any, plain: int) -> Any:
