@@ -7,7 +7,8 @@ CollectiveX's folder `bench` must be on PYTHONPATH; its `run_ep.py` takes a back
     from benchmarks.collectivex_backend import RoseBackend
 
 It delivers a row for every pair of token and expert and applies the weights itself, which CollectiveX calls receive
-layout `token-expert` with `weighted-kernel-sum` and allows in mode `low-latency` alone. Written against the interface of 2026-08; it has run on CPU ranks only (tests/comm/test_collectivex_backend.py).
+layout `token-expert` with `weighted-kernel-sum` and allows in mode `low-latency` alone. Written against the interface of
+2026-08; it has run on CPU ranks only (tests/comm/test_collectivex_backend.py).
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ import torch
 import torch.distributed as dist
 from ep_backend import EPBackend  # type: ignore[import-not-found]  # CollectiveX's
 
+from rose_dist.comm.all_to_all.create import region_bytes
 from rose_dist.comm.all_to_all.local_gpu import GpuOptions
-from rose_dist.comm.all_to_all.nvlink import NvLink, exchange_layout
+from rose_dist.comm.all_to_all.nvlink import NvLink
 from rose_dist.comm.all_to_all.peer_to_peer import PeerToPeer
 from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig, Routing
 from rose_dist.comm.symmetric_memory import SymmetricMemory
 from rose_dist.comm.topology import Topology
 from rose_dist.comm.world import machine_id
-from rose_dist.kernels.network_layout import NetworkLayout
 
 _SLACK = 1 << 20
 
@@ -58,8 +59,7 @@ class RoseBackend(EPBackend):  # type: ignore[misc]  # a class of CollectiveX's
 
     def build(self, config: AllToAllConfig) -> AllToAll:
         ranks, device, topology = TorchRanks(), torch.device("cuda", self.local_rank), self.topology
-        layout = exchange_layout(config, ranks.size, 1)
-        size = layout.region_bytes + (0 if topology.one_domain else NetworkLayout(layout).region_bytes)
+        size = region_bytes(config, ranks.size, network=not topology.one_domain)
         self.memory = SymmetricMemory(ranks, device, size + _SLACK, topology.far)
         options = GpuOptions(device=device, rank=ranks.rank)
         sms = min(ranks.all_gather_objects(torch.cuda.get_device_properties(device).multi_processor_count))

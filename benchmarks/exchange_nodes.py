@@ -20,14 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from rose_dist.comm.all_to_all.create import create
+from rose_dist.comm.all_to_all.create import create, region_bytes
 from rose_dist.comm.all_to_all.local_gpu import GpuOptions
-from rose_dist.comm.all_to_all.nvlink import exchange_layout
 from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig, Routing
 from rose_dist.comm.layout import Layout
 from rose_dist.comm.symmetric_memory import SymmetricMemory
 from rose_dist.comm.world import Groups, World
-from rose_dist.kernels.network_layout import NetworkLayout
 
 WARM_UP = 16
 
@@ -74,8 +72,7 @@ def run(world: World, groups: Groups, tokens: int, arguments: argparse.Namespace
 def build(config: AllToAllConfig, groups: Groups, device: torch.device) -> tuple[AllToAll, SymmetricMemory | None]:
     if device.type == "cpu":
         return create(config, groups), None
-    layout = exchange_layout(config, groups.ep.size, 1)
-    size = layout.region_bytes + (0 if groups.topology.one_domain else NetworkLayout(layout).region_bytes)
+    size = region_bytes(config, groups.ep.size, network=not groups.topology.one_domain)
     memory = SymmetricMemory(groups.ep, device, size + (1 << 20), groups.topology.far)
     return create(config, groups, GpuOptions(device=device, rank=groups.ep.rank), memory=memory), memory
 

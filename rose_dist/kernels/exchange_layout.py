@@ -78,11 +78,14 @@ class ExchangeLayout:
     result_bytes: int
     """Of an expert's output row."""
     in_flight: int = 1
+    """Dispatches that may wait for their combine at once."""
+    most_packet_tokens: int = PACKET_TOKENS
 
     def __post_init__(self) -> None:
         for name, least, most in (
             ("ranks", 2, MAX_PEERS), ("experts", 1, MAX_EXPERTS), ("top_k", 1, MAX_K), ("in_flight", 1, 16),
             ("max_tokens", 1, (1 << ORDINAL_BITS) // self.top_k if self.top_k > 0 else 0), ("scale_bytes", 0, 1 << 16),
+            ("most_packet_tokens", 1, PACKET_TOKENS),
         ):  # fmt: skip
             value = getattr(self, name)
             if not least <= value <= most:
@@ -157,7 +160,7 @@ class ExchangeLayout:
     @property
     def packet_tokens(self) -> int:
         """Most tokens of a rank that sends packets."""
-        return min(self.max_tokens, PACKET_TOKENS, MAX_PAIRS // self.top_k)
+        return min(self.max_tokens, self.most_packet_tokens, MAX_PAIRS // self.top_k)
 
     @property
     def has_rows(self) -> bool:

@@ -1,7 +1,7 @@
 """MoE dispatch and combine between the GPUs of one NVLink domain: rows to the ranks of their experts, results back.
 
-What stands where in the memory that ranks share, and why it is safe: `exchange_layout`. Up to `layout.packet_tokens` tokens
-travel as packets and take one launch each way; more travel as plain rows.
+What stands where in the memory that ranks share, and why it is safe: `exchange_layout`. Up to `layout.packet_tokens`
+tokens travel as packets and take one launch each way; more travel as plain rows.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ class ExpertExchange:
     def combine_receive(
         self, ids: Tensor, weights: Tensor, out: Tensor, *, tokens: int, live_rows: Tensor | None, accumulate: bool
     ) -> None:
-        """The weighted sums of this rank's tokens, from the oldest combine that is not received yet; `ids`, `tokens` and
-        `live_rows` as given to its dispatch, `weights` fp32 [tokens, top_k].
+        """The weighted sums of this rank's tokens, from the oldest combine that is not received yet; `ids`, `tokens`
+        and `live_rows` as given to its dispatch, `weights` fp32 [tokens, top_k].
         """
         if tokens > self.layout.packet_tokens:
             self._sum_rows((ids, weights, live_rows, out), tokens, accumulate)
@@ -178,7 +178,8 @@ class ExpertExchange:
         x, scales, ids, live_rows = given
         launch.run(
             self._dispatch_kernel(turns, send, receive), self._state, x, scales, ids, live_rows, state + 32, *written,
-            self._peers, self._own, state, state + 8, *self._wait, tokens, self._blocks(tokens * tiling.splits, receive),
+            self._peers, self._own, state, state + 8, *self._wait, tokens,
+            self._blocks(tokens * tiling.splits, receive),
         )  # fmt: skip
 
     def _combine(
@@ -200,9 +201,7 @@ class ExpertExchange:
             state + 16, state + 24, *self._wait, tokens, self._blocks(tokens * tiling.splits, received is not None),
         )  # fmt: skip
 
-    def _push_rows(
-        self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None
-    ) -> None:
+    def _push_rows(self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None) -> None:
         state = self._state.data_ptr()
         order = self._order(ids, tokens, live_rows, *self._wait)
         launch.run(
@@ -221,7 +220,7 @@ class ExpertExchange:
         )  # fmt: skip
 
     def _blocks(self, items: int, others: bool) -> int:
-        """Blocks for this rank's `items`; with `others`, for what other ranks sent too, of which only they know how much."""
+        """Blocks for this rank's `items`; with `others`, for what other ranks sent too: only the GPU knows how much."""
         return self._sms if others else max(1, min(self._sms, items))
 
     def _dispatch_kernel(self, turns: int, send: bool, receive: bool) -> jit.Launcher:

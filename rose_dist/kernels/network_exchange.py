@@ -106,18 +106,14 @@ class NetworkExchange(ExpertExchange):
         )  # fmt: skip
         super().combine_receive(ids, weights, out, tokens=tokens, live_rows=live_rows, accumulate=accumulate)
 
-    def _push_rows(
-        self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None
-    ) -> None:
+    def _push_rows(self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None) -> None:
         order = self._order(ids, tokens, live_rows, *self._wait)
         given, state, chunks = (x, scales, ids, live_rows, *order), self._state.data_ptr(), -(-tokens // CHUNK)
         launch.run(
             self._row_kernel(), self._far, *given, self._outboxes, *self._across, self._own, state, self.rank, tokens,
             chunks,
         )  # fmt: skip
-        launch.run(
-            self._push_kernel(), self._far, *given, state + 32, self._peers, state, self.rank, tokens, chunks
-        )
+        launch.run(self._push_kernel(), self._far, *given, state + 32, self._peers, state, self.rank, tokens, chunks)
 
     def _row_kernel(self) -> jit.Launcher:
         from rose_dist.kernels.cute.network_rows import SendRows  # noqa: PLC0415 - it loads the compiler

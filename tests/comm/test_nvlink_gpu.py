@@ -10,12 +10,12 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from rose_dist.comm.all_to_all import nvlink
 from rose_dist.comm.all_to_all.local_gpu import GpuOptions
 from rose_dist.comm.all_to_all.nvlink import NvLink, exchange_layout
 from rose_dist.comm.all_to_all.protocol import Dispatched, Routing
 from rose_dist.comm.layout import Layout
 from rose_dist.comm.symmetric_memory import Region
-from rose_dist.kernels import exchange_layout as exchange_layout_module
 from rose_dist.kernels.arch import ARCHS
 from rose_dist.kernels.expert_slots import PackedLayout
 from tests.comm.emulated import SMS, Cluster
@@ -53,7 +53,7 @@ class Job:
         self.moes = []
         for rank in range(ranks):
             with self.cluster.on(rank):
-                take = lambda size: Region(torch.empty(0), addresses)  # noqa: E731, ARG005
+                take = lambda size: Region(torch.empty(0), addresses)  # noqa: E731
                 moe = NvLink(self.config, One(rank, ranks), options, take, SMS)
                 moe.exchange._wait = (self.cluster.peers.reports[rank].data_ptr(), LONG, rank)
                 self.moes.append(moe)
@@ -67,7 +67,7 @@ class Job:
 
     def run(self, seed: int = 0, **options: Any) -> None:
         self.cluster.peers.run(seed=seed, **options)
-        assert not any(report.any() for report in self.cluster.peers.reports)
+        assert not any(report.any() for report in self.cluster.peers.reports), self.cluster.peers.reports
 
 
 class Exchange:
@@ -113,9 +113,7 @@ class Exchange:
     def combine(self) -> None:
         def call(rank: int) -> Any:
             out = self.job.cluster.tensor(self.batches[rank].before)
-            self.job.moes[rank].combine(
-                self.results(rank), self.given[rank], out=out, accumulate=self.case.accumulate
-            )
+            self.job.moes[rank].combine(self.results(rank), self.given[rank], out=out, accumulate=self.case.accumulate)
             return out
 
         self.outs = self.job.each(call)
@@ -161,8 +159,8 @@ def test_matrix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def few_packets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 4 tokens on, plain rows; chunks of 4."""
-    monkeypatch.setattr(exchange_layout_module, "PACKET_TOKENS", 3)
+    """From 4 tokens on, plain rows."""
+    monkeypatch.setattr(nvlink, "PACKET_TOKENS", 3)
 
 
 ROWS = {

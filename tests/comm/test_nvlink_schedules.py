@@ -1,4 +1,4 @@
-"""Many exchanges between emulated GPUs with nothing between them: any schedule is right, and every weakening is caught."""
+"""Many exchanges between emulated GPUs with nothing between them: any schedule is right, any weakening is caught."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from rose_dist.comm.all_to_all import nvlink
 from rose_dist.comm.all_to_all.protocol import Routing
-from rose_dist.kernels import exchange_layout
 from rose_dist.kernels.peer_regions import CHUNK_STAGE, HEADER_STAGE, STAGES
 from rose_dist.kernels.sync import WaitExpiredError, WaitReport
 from tests.comm.oracle import Case, make_ids
@@ -86,7 +86,7 @@ def chain(job: Job, tokens: tuple[int, ...], count: int) -> list[Echo]:
 
 
 def plain_rows_from(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange_layout, "PACKET_TOKENS", tokens - 1)
+    monkeypatch.setattr(nvlink, "PACKET_TOKENS", tokens - 1)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -130,7 +130,7 @@ def test_two_in_flight(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(echo.right() for echo in echoes)
 
 
-# --- Weakened -----------------------------------------------------------------------------------------------------------
+# --- Weakened ---------------------------------------------------------------------------------------------------------
 
 
 def ordering(program: Any) -> Iterator[Weakening]:
@@ -214,7 +214,7 @@ def test_packets_that_tear_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     raise AssertionError("nobody noticed")
 
 
-# --- A dead peer --------------------------------------------------------------------------------------------------------
+# --- A dead peer ------------------------------------------------------------------------------------------------------
 
 
 def report_of(job: Job, rank: int) -> WaitReport:

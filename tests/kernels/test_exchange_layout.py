@@ -13,9 +13,7 @@ from rose_dist.comm.layout import even_split
 from rose_dist.kernels.errors import KernelArgumentError
 from rose_dist.kernels.exchange_layout import ExchangeLayout
 
-GPT_OSS = ExchangeLayout(
-    ranks=8, experts=128, top_k=4, max_tokens=64, row_bytes=5760, scale_bytes=0, result_bytes=5760
-)
+GPT_OSS = ExchangeLayout(ranks=8, experts=128, top_k=4, max_tokens=64, row_bytes=5760, scale_bytes=0, result_bytes=5760)
 DEEPSEEK = ExchangeLayout(
     ranks=2, experts=256, top_k=8, max_tokens=4096, row_bytes=7168, scale_bytes=224, result_bytes=14336
 )

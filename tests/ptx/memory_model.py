@@ -215,9 +215,7 @@ class MemoryModel:
             error.lane = lane
             raise error
 
-    def _candidates(
-        self, memory: Allocation, shadow: Shadow, index: int, access: Access, thread: int
-    ) -> list[Version]:
+    def _candidates(self, memory: Allocation, shadow: Shadow, index: int, access: Access, thread: int) -> list[Version]:
         """The writes that a read may return, the newest first. Checks for a race."""
         byte = index * shadow.granule
         flag = self._flag_ids.get((memory.base, byte))

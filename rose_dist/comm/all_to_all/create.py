@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 
-import torch
-
 from rose_dist.comm.all_to_all.local import Local
 from rose_dist.comm.all_to_all.local_gpu import GpuOptions
 from rose_dist.comm.all_to_all.mpi import Mpi
-from rose_dist.comm.all_to_all.nvlink import NvLink
+from rose_dist.comm.all_to_all.nvlink import NvLink, exchange_layout
 from rose_dist.comm.all_to_all.peer_to_peer import PeerToPeer
 from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig
 from rose_dist.comm.all_to_all.split_tokens import SplitTokens
@@ -17,20 +15,20 @@ from rose_dist.comm.all_to_all.tensor_parallel import TensorParallel
 from rose_dist.comm.symmetric_memory import SymmetricMemory
 from rose_dist.comm.world import Groups
 from rose_dist.kernels.all_reduce import AllReduce
+from rose_dist.kernels.arch import device_info
+from rose_dist.kernels.network_layout import NetworkLayout
 
 logger = logging.getLogger(__name__)
 
 
 def create(
-    config: AllToAllConfig,
-    groups: Groups,
-    gpu: GpuOptions | None = None,
-    all_reduce: AllReduce | None = None,
+    config: AllToAllConfig, groups: Groups, gpu: GpuOptions | None = None, all_reduce: AllReduce | None = None,
     memory: SymmetricMemory | None = None,
-) -> AllToAll:
+) -> AllToAll:  # fmt: skip
     """The all-to-all for this rank. Collective over the rank's lockstep group. With `gpu` it takes tensors of that GPU;
-    experts spread over tensor-parallel ranks then need their group's `all_reduce`, and over data-parallel ranks
-    symmetric `memory` of the expert group, made with `groups.topology.far`.
+    experts spread over tensor-parallel ranks then need their group's `all_reduce`, experts spread over data-parallel
+    ranks the symmetric `memory` of their expert-parallel group, made with `groups.topology.far` and with `region_bytes`
+    left in it.
 
     Raises `ValueError` on every rank if they give different sizes.
     """
@@ -44,14 +42,10 @@ def create(
 
 
 def _choose(
-    config: AllToAllConfig,
-    groups: Groups,
-    gpu: GpuOptions | None,
-    all_reduce: AllReduce | None,
+    config: AllToAllConfig, groups: Groups, gpu: GpuOptions | None, all_reduce: AllReduce | None,
     memory: SymmetricMemory | None,
-) -> AllToAll:
+) -> AllToAll:  # fmt: skip
     layout, place = groups.layout, groups.place
-    local_experts = place.expert_range(config.num_experts)
     if layout.moe_mode == "data_parallel":
         if gpu is not None:
             return _between_gpus(config, groups, gpu, memory)
@@ -60,19 +54,26 @@ def _choose(
         return Mpi(config, groups.ep)
     if layout.tp == 1:
         return Local(config, gpu=gpu)
-    return TensorParallel(config, groups.tp, local_experts, gpu, all_reduce)
+    return TensorParallel(config, groups.tp, place.expert_range(config.num_experts), gpu, all_reduce)
 
 
-def _between_gpus(
-    config: AllToAllConfig, groups: Groups, gpu: GpuOptions, memory: SymmetricMemory | None
-) -> NvLink | PeerToPeer:
+def _between_gpus(config: AllToAllConfig, groups: Groups, gpu: GpuOptions, memory: SymmetricMemory | None) -> AllToAll:
     if groups.layout.tp > 1:
         raise ValueError(
-            f"{groups.layout}: tensor-parallel GPUs can't share out the tokens of data-parallel experts yet"
+            f"GPUs with layout {groups.layout}: data-parallel experts need tp 1 on GPUs yet, because tensor-parallel "
+            "ranks gather their tokens' sums on the CPU; choose tp 1, or an ep that divides tp"
         )
     if memory is None:
-        raise ValueError("experts spread over data-parallel GPUs need symmetric memory")
-    sms = min(groups.ep.all_gather_objects(torch.cuda.get_device_properties(gpu.device).multi_processor_count))
+        raise ValueError("experts spread over data-parallel GPUs need the symmetric memory of their group")
+    sms = min(groups.ep.all_gather_objects(device_info(gpu.device.index).sms))
     if groups.topology.one_domain:
         return NvLink(config, groups.ep, gpu, memory.take, sms)
     return PeerToPeer(config, groups.ep, groups.topology, gpu, memory.take, sms)
+
+
+def region_bytes(config: AllToAllConfig, ranks: int, in_flight: int = 1, *, network: bool = False) -> int:
+    """What `create` takes of the symmetric memory for experts spread over so many data-parallel GPUs. network: some are
+    on other nodes.
+    """
+    layout = exchange_layout(config, ranks, in_flight)
+    return layout.region_bytes + (NetworkLayout(layout).region_bytes if network else 0)

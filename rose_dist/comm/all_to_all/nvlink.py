@@ -14,7 +14,7 @@ from rose_dist.comm.all_to_all.packing import check_combine, check_live, check_o
 from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig, Dispatched, Handle, Routing
 from rose_dist.comm.layout import even_split
 from rose_dist.comm.symmetric_memory import Ranks, Region
-from rose_dist.kernels.exchange_layout import ExchangeLayout
+from rose_dist.kernels.exchange_layout import PACKET_TOKENS, ExchangeLayout
 from rose_dist.kernels.expert_exchange import ExpertExchange, ReceivedRows, received_rows
 
 
@@ -27,8 +27,8 @@ class NvLinkHandle(Handle):
 
 
 class NvLink(AllToAll):
-    """Used from one stream at a time; fit for CUDA graphs: a captured graph serves any routing, and fewer rows if `rows`
-    is a tensor. Halves are to be called in the same order on all ranks, each kind in the order of the sends.
+    """Used from one stream at a time; fit for CUDA graphs: a captured graph serves any routing, and fewer rows if
+    `rows` is a tensor. Halves are to be called in the same order on all ranks, each kind in the order of the sends.
     """
 
     def __init__(
@@ -154,4 +154,5 @@ def exchange_layout(config: AllToAllConfig, ranks: int, in_flight: int) -> Excha
         ranks=ranks, experts=config.num_experts, top_k=config.top_k, max_tokens=config.max_tokens,
         row_bytes=config.hidden * config.dtype.itemsize, scale_bytes=config.scale_dim * config.scale_dtype.itemsize,
         result_bytes=config.hidden * config.expert_dtype.itemsize, in_flight=in_flight,
+        most_packet_tokens=PACKET_TOKENS,
     )  # fmt: skip

@@ -226,7 +226,7 @@ class ExchangeCombine(jit.Kernel):
             for i in range_constexpr(UNROLL):
                 words = tuple(Uint32(vector.select(dropped, Int32(0), word)) for word in values[i])
                 if first + lane + i * WARP < vectors:
-                    ptx.store_packet(target + Int64(numbers[i]) * 16, words)  # type: ignore[arg-type]
+                    ptx.store_packet(target + Int64(numbers[i]) * 16, words)
 
     # --- Receiving packets -------------------------------------------------------------------------------------------
 
@@ -246,9 +246,7 @@ class ExchangeCombine(jit.Kernel):
                 places = list(range(first, vector.const_min(first + AT_ONCE, self.layout.top_k)))
                 experts = [vector.scalar(ids + (pairs + j) * 4, Int32)[0] for j in places]
                 wanted = [Boolean((e >= 0) & (e < self.layout.experts) & inside) for e in experts]
-                addresses = [
-                    inbox + ((pairs + j) * self.layout.result_packets + packet) * PACKET_BYTES for j in places
-                ]
+                addresses = [inbox + ((pairs + j) * self.layout.result_packets + packet) * PACKET_BYTES for j in places]
                 senders = [
                     owner(self.layout, vector.select(w, e, Int32(0))) for w, e in zip(wanted, experts, strict=True)
                 ]
@@ -273,13 +271,13 @@ class ExchangeCombine(jit.Kernel):
     @cute.jit
     def write(self, token: Int32, packet: Int32, inside: Boolean, total: list[Any], out: Int64) -> None:
         """A packet's sums, rounded, to `out`."""
-        size = self.each * self.out_dtype.itemsize
+        kind, size = TYPES[self.out_dtype], self.each * self.out_dtype.itemsize
         for i in range_constexpr(PACKET_WORDS):
             at = packet * PACKET_WORDS + i
             if inside & (at < self.words):
                 target = out + (Int64(token) * self.words + at) * size
                 values = total[i * self.each : (i + 1) * self.each]
                 if const_expr(self.accumulate):
-                    before = vector.load(target, TYPES[self.out_dtype], self.each, size).to(Float32)
+                    before = vector.load(target, kind, self.each, size).to(Float32)
                     values = [before[n] + value for n, value in enumerate(values)]
-                vector.store_words(target, [value.to(TYPES[self.out_dtype]) for value in values], TYPES[self.out_dtype], size)
+                vector.store_words(target, [value.to(kind) for value in values], kind, size)

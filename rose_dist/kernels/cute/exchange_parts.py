@@ -71,7 +71,7 @@ def send_headers(
                 header_word(layout, counted, to, packet * PACKET_WORDS + i, live, plain) for i in range(PACKET_WORDS)
             ]
             if peer(peers, to) != 0:
-                ptx.store_packet(peer(peers, to) + at + Int64(packet) * PACKET_BYTES, (*words, epoch))  # type: ignore[arg-type]
+                ptx.store_packet(peer(peers, to) + at + Int64(packet) * PACKET_BYTES, (*words, epoch))
 
 
 def header_word(layout: Any, counted: Any, to: Any, at: Any, live: Any, plain: int) -> Any:
@@ -175,9 +175,7 @@ def count_sent(
 
 
 @cute.jit
-def store_scale_word(
-    target: Int64, at: Int32, word: Uint32, scale_bytes: cutlass.Constexpr
-) -> None:
+def store_scale_word(target: Int64, at: Int32, word: Uint32, scale_bytes: cutlass.Constexpr) -> None:
     """Word number `at` of a row's scales, which may end within it, to `target`."""
     if const_expr(scale_bytes % 4 == 0):
         vector.scalar(target + Int64(at) * 4, Uint32)[0] = word

@@ -1,7 +1,7 @@
 """Dispatch and combine of many tokens: plain rows into the receivers' memory, a flag for every `CHUNK` tokens.
 
-Before `PushRows`, `AssignSlots` numbers the pairs of each expert, and `AssignRecords` the records for each rank. Receiving
-and returning: `exchange_receive`, `exchange_combine`.
+Before `PushRows`, `AssignSlots` numbers the pairs of each expert, and `AssignRecords` the records for each rank.
+Receiving and returning: `exchange_receive`, `exchange_combine`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ class PushRows(jit.Kernel):
         self.kernel(
             x, scales, ids, live_rows, slots, counts, offsets, records, record_counts, record_offsets, sent, peers,
             state, rank, tokens,
-        ).launch(grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)  # fmt: skip
+        ).launch(
+            grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -276,9 +278,7 @@ class SumChunks(jit.Kernel):
         for first in range_constexpr(0, layout.top_k, AT_ONCE):
             places = list(range(first, vector.const_min(first + AT_ONCE, layout.top_k)))
             experts = [vector.scalar(ids + (pairs + j) * 4, Int32)[0] for j in places]
-            loaded = [
-                ptx.load_packet(results + (pairs + j) * layout.result_bytes + Int64(column) * 16) for j in places
-            ]
+            loaded = [ptx.load_packet(results + (pairs + j) * layout.result_bytes + Int64(column) * 16) for j in places]
             for number, j in enumerate(places):
                 valid = Boolean((experts[number] >= 0) & (experts[number] < layout.experts))
                 weight = vector.scalar(weights + (pairs + j) * 4, Float32)[0]

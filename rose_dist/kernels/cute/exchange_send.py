@@ -155,5 +155,3 @@ class PacketSender:
             row = scales + Int64(token) * layout.scale_bytes
             word = Uint32(load_scale_word(row, at - row_words, layout.scale_bytes))
         return word
-
-

@@ -182,9 +182,9 @@ class LandResultRows(jit.Kernel):
         report: Int64, limit_ns: Int64, rank: Int32, tokens: Int32, blocks: Int32, stream: Stream,
     ) -> None:  # fmt: skip
         """Arguments: as for `LandResults`."""
-        self.kernel(
-            live_rows, far, far_count, network, own, receive_state, report, limit_ns, rank, tokens
-        ).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream)
+        self.kernel(live_rows, far, far_count, network, own, receive_state, report, limit_ns, rank, tokens).launch(
+            grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream
+        )
 
     @cute.kernel
     def kernel(
