@@ -7,8 +7,8 @@ CollectiveX's folder `bench` must be on PYTHONPATH; its `run_ep.py` takes a back
     from benchmarks.collectivex_backend import RoseBackend
 
 It delivers a row for every pair of token and expert and applies the weights itself, which CollectiveX calls receive
-layout `token-expert` with `weighted-kernel-sum` and allows in mode `low-latency` alone. Written against the interface of
-2026-08; it has run on CPU ranks only (tests/comm/test_collectivex_backend.py).
+layout `token-expert` with `weighted-kernel-sum` and allows in mode `low-latency` alone. Written against the interface
+of 2026-08; it has run on CPU ranks only (tests/comm/test_collectivex_backend.py).
 """
 
 from __future__ import annotations
