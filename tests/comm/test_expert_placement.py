@@ -115,8 +115,9 @@ def move(world: World, seed: int) -> list[int]:
     before = Placement.initial(experts, world.size, redundant)
     held = weights_of(before.of_rank(world.rank), 0)
     received = []
-    for _ in range(3):
-        after = solve(draw.integers(0, 50, experts), world.size, experts + redundant, before)
+    for stay in (False, True, False):
+        load = draw.integers(0, 50, experts)
+        after = solve(load, world.size, experts + redundant, before if stay else None)
         received.append(move_experts(before, after, world.group, held))
         for tensor, wanted in zip(held, weights_of(after.of_rank(world.rank), 0), strict=True):
             assert torch.equal(tensor, wanted)
