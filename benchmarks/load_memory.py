@@ -35,7 +35,7 @@ def load(folder: Path) -> None:
     with World.join() as world:
         groups = world.groups(Layout.of(world.size))
         before = peak()
-        model = load_model(folder, groups, max_tokens=512, dtype=torch.bfloat16)
+        model = load_model(folder, BuildOptions(groups, 512, torch.bfloat16))
         share = sum(parameter.nbytes for parameter in model.parameters())
         for figures in world.group.all_gather_objects(
             {"rank": world.rank, "share": share, "before": before, "peak": peak()}

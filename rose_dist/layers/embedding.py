@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, pad
+from torch.nn.functional import pad
 
 from rose_dist.comm.group import Group
+from rose_dist.kernels.embedding import embed
 from rose_dist.kernels.linear import linear
 from rose_dist.layers.weights import Piece, Weight, copy_into, length, parameter, share
 
@@ -25,12 +26,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """int64 [tokens] → [tokens, hidden], the same on every rank."""
-        if self.tp.size == 1:
-            return embedding(token_ids, self.weight)
-        local = token_ids - self.part.start
-        elsewhere = (local < 0) | (local >= length(self.part))
-        vectors = embedding(local.masked_fill(elsewhere, 0), self.weight)
-        vectors[elsewhere] = 0
+        vectors = embed(token_ids, self.weight, first_id=self.part.start)
         self.tp.all_reduce(vectors)
         return vectors
 

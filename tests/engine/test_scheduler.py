@@ -66,6 +66,7 @@ class Harness:
                     assert all(slots[slot(first, blocks, p)] == hash(tuple(request.tokens[: p + 1])) for p in seen)
             if sequence.sample:
                 sampled.append(Sampled(next_token(request.tokens)))
+        self.scheduler.launched(plan)
         for client, output in self.scheduler.complete(plan, sampled):
             assert client == CLIENT
             self.take(output)

@@ -1,0 +1,45 @@
+"""Random weights of true shape, made where the model is: for benchmarks, which need no values that mean something."""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+import torch
+from torch import Tensor, nn
+
+from rose_dist.kernels.mxfp4 import MAGNITUDES, SCALE_BIAS
+
+_RMS_OF_UNIFORM_CODES = math.sqrt(sum(m * m for m in MAGNITUDES) / 8)
+
+
+@torch.inference_mode()
+def fill_randomly(model: nn.Module, seed: int = 0) -> None:
+    """Every parameter from `seed` and its name alone.
+
+    A product of unit inputs has unit variance, norms scale by 1 and the router has no bias: activations stay near 1
+    and tokens spread evenly over the experts, as with a trained model. (Weights of one scale for all send every token
+    to the same experts.)
+    """
+    for name, parameter in model.named_parameters():
+        generator = torch.Generator(parameter.device).manual_seed(seed << 32 | zlib.crc32(name.encode()))
+        _fill(name, parameter, generator)
+
+
+def _fill(name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    if name.endswith("norm.weight"):
+        parameter.fill_(1.0)
+    elif name.endswith("router.bias"):
+        parameter.zero_()
+    elif name.endswith(("bias", "_bias")):
+        parameter.normal_(std=0.1, generator=generator)
+    elif name.endswith("blocks"):
+        parameter.random_(0, 256, generator=generator)
+    elif name.endswith("scales"):
+        inputs = 32 * parameter.shape[-1]
+        middle = SCALE_BIAS + round(math.log2(1 / (math.sqrt(inputs) * _RMS_OF_UNIFORM_CODES)))
+        parameter.random_(middle - 1, middle + 2, generator=generator)
+    elif name.endswith(("embed_tokens.weight", "sinks")):
+        parameter.normal_(generator=generator)
+    else:
+        parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
