@@ -30,6 +30,7 @@ def load(folder: Path) -> None:
 
     from rose_dist.comm.layout import Layout  # noqa: PLC0415
     from rose_dist.comm.world import World  # noqa: PLC0415
+    from rose_dist.models.build_options import BuildOptions  # noqa: PLC0415
     from rose_dist.models.loader import load_model  # noqa: PLC0415
 
     with World.join() as world:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -43,7 +43,7 @@ class EngineConfig:
     """
 
     model: Path
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: DType = "float32"
     load_format: LoadFormat = "checkpoint"
     moe_weights: MoeWeights = "bf16"

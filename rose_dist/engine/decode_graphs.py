@@ -49,7 +49,7 @@ class DecodeGraphs:
         """All sizes, the largest first: the smaller ones find room in its memory."""
         started = time.monotonic()
         pool = torch.cuda.graph_pool_handle()
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         for size in reversed(self.ladder):
             self.batch.fill(Step(), size)
             torch.cuda.synchronize()

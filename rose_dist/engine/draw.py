@@ -1,9 +1,9 @@
 """Drawing tokens at random, many rows at once, each from its request's seed and position alone.
 
-A row is drawn by inverting its cumulative distribution at one uniform number. Temperature alone and min-p need no order:
-the vocabulary's will do. Top-k and top-p need the likeliest first; to sort all of a large vocabulary takes longer than a
-decode step, so that a small top-k is served from as many candidates. Sums are in fp64, so that their order, which is
-the library's, does not show.
+A row is drawn by inverting its cumulative distribution at one uniform number. Temperature alone and min-p need no
+order: the vocabulary's will do. Top-k and top-p need the likeliest first; to sort all of a large vocabulary may take
+longer than the model, so that a small top-k is served from a few candidates. Sums are in fp64, so that their order,
+which is the library's, does not show.
 """
 
 from __future__ import annotations
@@ -121,8 +121,7 @@ def uniform(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) ->
     Two rounds of splitmix64's output function (Steele, Lea, Flood 2014) over both.
     """
     mixed = _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN)
-    numbers: npt.NDArray[np.float64] = (mixed >> np.uint64(11)) * 2.0**-53
-    return numbers
+    return (mixed >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)
 
 
 def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -18,9 +18,9 @@ from rose_dist.engine.runner import ModelRunner
 from rose_dist.engine.sampler import Drawn, Sampler
 from rose_dist.engine.scheduler import Delivery, Plan, Scheduler
 from rose_dist.engine.step import Step
+from rose_dist.models.build_options import BuildOptions
 from rose_dist.models.checkpoint import Progress
 from rose_dist.models.gpt_oss import GptOssForCausalLM
-from rose_dist.models.build_options import BuildOptions
 from rose_dist.models.loader import load_model, random_model
 from rose_dist.vocabulary import VocabularyError, checkpoint_token_bytes
 

@@ -24,7 +24,7 @@ def adjusts(request: Request) -> bool:
 
 
 def adjust(logits: Tensor, requests: Sequence[Request], rows: Sequence[int]) -> None:
-    """Change these rows of `logits` [requests, vocabulary] in place. Few of their elements: those travel to the device."""
+    """Change some elements of these rows of `logits` [requests, vocabulary], in place."""
     scaled: list[tuple[int, int, float]] = []
     added: list[tuple[int, int, float]] = []
     for row in rows:

@@ -1,5 +1,7 @@
-"""From logits to tokens, on the logits' device. Every row is drawn by its own request's rules and seed, whatever else is
-in the batch; nothing waits for the device until the tokens are asked for.
+"""From logits to tokens, on the logits' device.
+
+Every row is drawn by its own request's rules and seed, whatever else is in the batch. Nothing waits for the device until
+the tokens are asked for.
 """
 
 from __future__ import annotations
@@ -135,6 +137,6 @@ def _to_host(tensor: Tensor) -> Tensor:
 def _arrival(tensor: Tensor) -> torch.cuda.Event | None:
     if not tensor.is_cuda:
         return None
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event

@@ -10,8 +10,8 @@ import numpy.typing as npt
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     """One sequence's share of a step.
 
-    tokens: the ids to compute, at positions `start`, `start` + 1, …. −1 − r is what the step before sampled in its row r,
-        which only the device knows yet.
+    tokens: the ids to compute, at positions `start`, `start` + 1, …. −1 − r is what the step before sampled in its row
+        r, which only the device knows yet.
     tables: for each KV group, the index of the first block and the blocks from there to the last token's.
     sample: whether the next token is wanted.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from rose_dist.comm.all_to_all.create import create as create_all_to_all
@@ -11,8 +10,8 @@ from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig
 from rose_dist.comm.layout import LayoutError
 from rose_dist.layers.attention import Attention, HeadShare
 from rose_dist.layers.embedding import OutputHead, VocabParallelEmbedding
-from rose_dist.layers.forward_batch import ForwardBatch, GroupBatch, KVGroup
 from rose_dist.layers.experts import Experts, ExpertShare
+from rose_dist.layers.forward_batch import ForwardBatch, GroupBatch, KVGroup
 from rose_dist.layers.moe import MoE
 from rose_dist.layers.norm import RMSNorm
 from rose_dist.models.build_options import BuildOptions

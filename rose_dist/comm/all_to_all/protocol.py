@@ -153,6 +153,7 @@ class AllToAll(Protocol):
 
     def check(self) -> None:
         """Raise `WaitExpiredError` if a kernel on a GPU has waited in vain; to be called once a step, after it."""
+        return None
 
     @abstractmethod
     def dispatch_send(
