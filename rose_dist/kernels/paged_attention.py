@@ -1,8 +1,8 @@
 """Attention of decoding requests, one query each, over a paged KV cache, with sinks and a sliding window.
 
-out = Σ_k exp(s_k) · v_k / (Σ_k exp(s_k) + exp(sink)), s_k = scale · q·k, over the keys that the query sees: the sink is a
-further logit whose column is dropped (GPT-OSS's reference, `sdpa`). Query head h reads key head h // (query heads / key
-heads).
+out = Σ_k exp(s_k) · v_k / (Σ_k exp(s_k) + exp(sink)), s_k = scale · q·k, over the keys that the query sees: the sink is
+a further logit whose column is dropped (GPT-OSS's reference, `sdpa`). Query head h reads key head
+h // (query heads / key heads).
 """
 
 from __future__ import annotations

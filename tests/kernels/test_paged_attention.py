@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from rose_dist.kernels import paged_attention
 from rose_dist.kernels.errors import KernelArgumentError
 from rose_dist.kernels.paged_attention import DecodeWorkspace, decode
 
@@ -142,7 +141,7 @@ def test_merges_splits(gpu: Any) -> None:
     assert torch.equal(attend(gpu, q, cache, sinks=sinks, workspace=workspace), first)
 
 
-def test_more_splits_than_one_batch_of_loads(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_splits_than_one_batch_of_loads(gpu: Any) -> None:
     """17 splits of one key head; a thread merges 16 at a time."""
     check(gpu, [17 * 8 * 16 + 5], (1, 1, 64))
 

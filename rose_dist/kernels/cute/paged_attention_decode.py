@@ -13,13 +13,11 @@ from rose_dist.kernels import jit, ptx, vector, warp_matrix
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.dsl import (
     TYPES,
-    Boolean,
     Float32,
     Int32,
     Int64,
     Stream,
     Uint32,
-    const_expr,
     cute,
     cutlass,
     range_constexpr,
@@ -205,7 +203,7 @@ class DecodeAttention(jit.Kernel):
         self, ring: cute.Pointer, q: Int64, keys: Int64, values: Int64, slot_stride: Int64, table: Int64, low: Int32,
         high: Int32, begin: Int32, end: Int32, group: Int32, block_tiles: Int32, scale: Float32,
     ) -> None:  # fmt: skip
-        """This warp's share of tiles `begin` … `end` − 1, of which keys `low` … `high` − 1 count; into shared memory."""
+        """This warp's share of tiles `begin` … `end` − 1, keys `low` … `high` − 1 of them; into shared memory."""
         thread = cute.arch.thread_idx()[0]
         warp, lane = thread // WARP, thread % WARP
         mine = Uint32(ring.toint()) + Uint32(warp * self.warp_bytes)
