@@ -63,11 +63,11 @@ def partial_floats(head_dim: int) -> int:
 
 
 def decode(
-    q: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor, lengths: Tensor, workspace: DecodeWorkspace, *,
-    block_size: int, scale: float, sinks: Tensor | None = None, window: int | None = None,
-    first_block: Tensor | None = None, rows: Tensor | None = None, out: Tensor | None = None,
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, first: Tensor | None, lengths: Tensor,
+    sinks: Tensor | None, *, window: int | None, block_size: int, scale: float, out: Tensor | None = None,
+    rows: Tensor | None = None, workspace: DecodeWorkspace | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of one query a request, the last of its tokens. Its key and value are in the cache already.
+    """Attention of one query a request, at the last of its tokens. Its key and value are in the cache already.
 
     Only the device knows lengths, tables and the number of live requests, so a captured graph serves any of them up to
     its capacity. A request's result depends, bit for bit, on nothing but its own query, keys, values and length.
@@ -75,40 +75,46 @@ def decode(
     Args:
         q: bf16 [requests, query heads, head_dim], of requests in any distance, as in a fused projection's output.
         keys, values: bf16 [slots, key heads, head_dim], one layer's cache; block b has slots from b · block_size on.
-        block_tables: int32 [requests, blocks], the blocks of a request's tokens in order. What a query does not see may
-            be anything.
-        lengths: int32 [requests], tokens so far, this one included; 0 gives a result of 0.
+        tables: int32 [requests, blocks], the blocks of a request's tokens in order. What a query does not see may be
+            anything.
+        first: int32 [requests], which of the request's blocks `tables[:, 0]` is; None: the first.
+        lengths: int32 [requests], tokens so far, the query's included; 0 gives a result of 0.
+        sinks: fp32 [query heads], unscaled logits; None: none.
+        window: tokens that a query sees, its own included; None: all.
         block_size: tokens a block, a multiple of 16.
-        sinks: fp32 [query heads], unscaled logits; None for none.
-        window: tokens that a query sees, itself included; None for all.
-        first_block: int32 [requests], which of the request's blocks its table starts with; None for the first.
-        rows: int32 [1], live requests; those beyond give a result of 0 and their lengths and tables are not read.
         out: like `q`, dense.
+        rows: int32 [1], live requests; those beyond give a result of 0 and their lengths and tables are not read.
+        workspace: None: scratch memory is allocated, and zeroed by a launch of its own, on every call.
 
     Returns:
         `out`, or a new tensor like it.
 
     Raises `KernelArgumentError`.
     """
+    requests, query_heads, head_dim, key_heads = _check_heads(q, keys, values, sinks)
+    _check_tables(q, tables, first, lengths, rows, block_size, window)
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _check(q, keys, values, block_tables, lengths, workspace, block_size, sinks, window, first_block, rows, out)
-    if q.shape[0] == 0:
+        out = torch.empty(requests, query_heads, head_dim, dtype=q.dtype, device=q.device)
+    _check_out(out, q)
+    if requests == 0:
         return out
     if not q.is_cuda:
-        return _reference(
-            q, keys, values, block_tables, lengths, block_size, scale, sinks, window, first_block, rows, out
-        )
+        return _reference(q, keys, values, tables, first, lengths, sinks, window, block_size, scale, out, rows)
+    if workspace is None:
+        context = tables.shape[1] * block_size if window is None else window + TILE
+        workspace = DecodeWorkspace.allocate(
+            requests=requests, query_heads=query_heads, key_heads=key_heads, head_dim=head_dim, context=context,
+            device=q.device,
+        )  # fmt: skip
+    _check_workspace(workspace, q, key_heads)
     from rose_dist.kernels.cute import paged_attention_decode as cute  # noqa: PLC0415 - it loads the compiler
 
-    requests, query_heads, head_dim = q.shape
-    key_heads = keys.shape[1]
     group = query_heads // key_heads
     device = launch.device(q)
     launcher = cute.launcher(device.arch, q.dtype, head_dim, group > 8)
     launch.run(
-        launcher, q, q, q.stride(0), keys, values, keys.stride(0), keys.stride(1), block_tables, block_tables.stride(0),
-        first_block, lengths, rows, sinks, out, workspace.partials, workspace.counters, requests, key_heads, group,
+        launcher, q, q, q.stride(0), keys, values, keys.stride(0), keys.stride(1), tables, tables.stride(0), first,
+        lengths, rows, sinks, out, workspace.partials, workspace.counters, requests, key_heads, group,
         block_size // TILE, UNLIMITED if window is None else window, workspace.partials.shape[2], scale * LOG2_E,
         device.sms,
     )  # fmt: skip
@@ -116,8 +122,8 @@ def decode(
 
 
 def _reference(
-    q: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor, lengths: Tensor, block_size: int, scale: float,
-    sinks: Tensor | None, window: int | None, first_block: Tensor | None, rows: Tensor | None, out: Tensor,
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, first: Tensor | None, lengths: Tensor,
+    sinks: Tensor | None, window: int | None, block_size: int, scale: float, out: Tensor, rows: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """In fp32, one request after another."""
     group = q.shape[1] // keys.shape[1]
@@ -125,9 +131,9 @@ def _reference(
     out.zero_()
     for row in range(live):
         length = int(lengths[row])
-        first = 0 if first_block is None else int(first_block[row])
+        skipped = 0 if first is None else int(first[row])
         positions = torch.arange(max(0, length - (window or UNLIMITED)), length)
-        slots = block_tables[row, positions // block_size - first].long() * block_size + positions % block_size
+        slots = tables[row, positions // block_size - skipped].long() * block_size + positions % block_size
         k, v = (x[slots].float().repeat_interleave(group, 1) for x in (keys, values))
         scores = torch.einsum("hd,khd->hk", q[row].float(), k) * scale
         if sinks is not None:
@@ -138,11 +144,8 @@ def _reference(
     return out
 
 
-def _check(
-    q: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor, lengths: Tensor, workspace: DecodeWorkspace,
-    block_size: int, sinks: Tensor | None, window: int | None, first_block: Tensor | None, rows: Tensor | None,
-    out: Tensor,
-) -> None:  # fmt: skip
+def _check_heads(q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> tuple[int, int, int, int]:
+    """Requests, query heads, head_dim and key heads."""
     checks.shape("q", q, None, None, None)
     checks.dtype("q", q, torch.bfloat16)
     requests, query_heads, head_dim = q.shape
@@ -152,28 +155,13 @@ def _check(
     if q.numel() and q.stride(1) != head_dim:
         raise checks.fail("q", f"heads are {q.stride(1)} elements apart; must be dense ({head_dim})")
     check_cache(keys, values, q)
-    check_group(query_heads, keys.shape[1])
-    checks.multiple("block_size", block_size, TILE, "a tile of keys lies in one block")
-    if window is not None and window < 1:
-        raise checks.fail("window", f"is {window}; must be at least 1, or None")
-    integers: dict[str, tuple[Tensor | None, tuple[int | None, ...]]] = {
-        "block_tables": (block_tables, (requests, None)),
-        "lengths": (lengths, (requests,)),
-        "first_block": (first_block, (requests,)),
-        "rows": (rows, (1,)),
-    }
-    for name, (tensor, shape) in integers.items():
-        if tensor is not None:
-            checks.shape(name, tensor, *shape)
-            checks.dtype(name, tensor, torch.int32)
-            checks.same_device(name, tensor, q.device)
-            checks.rows(name, tensor, 4)
+    key_heads = keys.shape[1]
+    if query_heads % key_heads or not 1 <= query_heads // key_heads <= MAX_GROUP:
+        raise checks.fail(
+            "q", f"{query_heads} query heads for {key_heads} key heads; needs 1 to {MAX_GROUP} each, all the same"
+        )
     check_sinks(sinks, q)
-    checks.shape("out", out, requests, query_heads, head_dim)
-    checks.dtype("out", out, q.dtype)
-    checks.same_device("out", out, q.device)
-    checks.dense("out", out)
-    _check_workspace(workspace, q, keys.shape[1])
+    return requests, query_heads, head_dim, key_heads
 
 
 def check_cache(keys: Tensor, values: Tensor, q: Tensor) -> None:
@@ -187,14 +175,6 @@ def check_cache(keys: Tensor, values: Tensor, q: Tensor) -> None:
         raise checks.fail("values", "must have the shape and strides of keys")
 
 
-def check_group(query_heads: int, key_heads: int) -> None:
-    """Whole groups of query heads, none too large."""
-    if query_heads % key_heads or not 1 <= query_heads // key_heads <= MAX_GROUP:
-        raise checks.fail(
-            "q", f"{query_heads} query heads for {key_heads} key heads; needs 1 to {MAX_GROUP} each, all the same"
-        )
-
-
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     """None, or a logit for each query head."""
     if sinks is not None:
@@ -204,12 +184,44 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         checks.rows("sinks", sinks, 4)
 
 
+def check_window(window: int | None) -> None:
+    """None, or at least the query itself."""
+    if window is not None and window < 1:
+        raise checks.fail("window", f"is {window}; must be at least 1, or None")
+
+
+def _check_tables(
+    q: Tensor, tables: Tensor, first: Tensor | None, lengths: Tensor, rows: Tensor | None, block_size: int,
+    window: int | None,
+) -> None:  # fmt: skip
+    requests = q.shape[0]
+    integers: dict[str, tuple[Tensor | None, tuple[int | None, ...]]] = {
+        "tables": (tables, (requests, None)),
+        "first": (first, (requests,)),
+        "lengths": (lengths, (requests,)),
+        "rows": (rows, (1,)),
+    }
+    for name, (tensor, shape) in integers.items():
+        if tensor is not None:
+            checks.shape(name, tensor, *shape)
+            checks.dtype(name, tensor, torch.int32)
+            checks.same_device(name, tensor, q.device)
+            checks.rows(name, tensor, 4)
+    checks.multiple("block_size", block_size, TILE, "a tile of keys lies in one block")
+    check_window(window)
+
+
+def _check_out(out: Tensor, q: Tensor) -> None:
+    checks.shape("out", out, *q.shape)
+    checks.dtype("out", out, q.dtype)
+    checks.same_device("out", out, q.device)
+    checks.dense("out", out)
+
+
 def _check_workspace(workspace: DecodeWorkspace, q: Tensor, key_heads: int) -> None:
     requests, query_heads, head_dim = q.shape
     rows = 8 if query_heads // key_heads <= 8 else 16
     held, *shape = workspace.partials.shape
     if held < requests or [shape[0], *shape[2:]] != [key_heads, rows, partial_floats(head_dim)]:
-        raise checks.fail(
-            "workspace", f"is for {held} requests of another shape or fewer than {requests}; allocate it for this one"
-        )
+        raise checks.fail("workspace", f"was allocated for {held} requests and other heads; needs {requests}")
     checks.same_device("workspace", workspace.counters, q.device)

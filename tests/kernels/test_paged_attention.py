@@ -23,7 +23,7 @@ class Cache:
     keys: torch.Tensor
     values: torch.Tensor
     tables: torch.Tensor
-    first_block: torch.Tensor
+    first: torch.Tensor
     lengths: torch.Tensor
     window: int | None
     block_size: int = BLOCK
@@ -58,8 +58,7 @@ class Cache:
         length = int(self.lengths[row])
         low = 0 if self.window is None else max(0, length - self.window)
         slots = [
-            int(self.tables[row, p // self.block_size - int(self.first_block[row])]) * self.block_size
-            + p % self.block_size
+            int(self.tables[row, p // self.block_size - int(self.first[row])]) * self.block_size + p % self.block_size
             for p in range(low, length)
         ]
         return self.keys[slots].double(), self.values[slots].double()
@@ -96,10 +95,10 @@ def attend(
             context=context, device=moved.device,
         )  # fmt: skip
     out = decode(
-        moved, gpu.tensor(cache.keys), gpu.tensor(cache.values), gpu.tensor(cache.tables), gpu.tensor(cache.lengths),
-        workspace, block_size=cache.block_size, scale=scale, sinks=None if sinks is None else gpu.tensor(sinks),
-        window=cache.window, first_block=None if cache.window is None else gpu.tensor(cache.first_block),
-        rows=None if rows is None else gpu.tensor(torch.tensor([rows], dtype=torch.int32)),
+        moved, gpu.tensor(cache.keys), gpu.tensor(cache.values), gpu.tensor(cache.tables),
+        None if cache.window is None else gpu.tensor(cache.first), gpu.tensor(cache.lengths),
+        None if sinks is None else gpu.tensor(sinks), window=cache.window, block_size=cache.block_size, scale=scale,
+        rows=None if rows is None else gpu.tensor(torch.tensor([rows], dtype=torch.int32)), workspace=workspace,
     )  # fmt: skip
     assert not gpu.plain(workspace.counters).any()
     return gpu.plain(out)
@@ -153,9 +152,7 @@ def test_alone_and_in_a_batch_the_bits_are_the_same(gpu: Any) -> None:
     together = attend(gpu, q, cache)
     for row in (0, 1, 3, 43):
         one = slice(row, row + 1)
-        alone = Cache(
-            cache.keys, cache.values, cache.tables[one], cache.first_block[one], cache.lengths[one], None, BLOCK
-        )
+        alone = Cache(cache.keys, cache.values, cache.tables[one], cache.first[one], cache.lengths[one], None, BLOCK)
         assert torch.equal(attend(gpu, q[one], alone)[0], together[row])
         assert_close(together[row], exact(q, cache, row, 0.2, None))
 
@@ -176,13 +173,9 @@ def test_queries_in_a_fused_projection_and_larger_blocks(gpu: Any) -> None:
     cache = Cache.filled([90, 64], 2, 64, window=40, block_size=48)
     fused = gpu.tensor(torch.randn(2, 8 + 4, 64).bfloat16())
     q = gpu.plain(fused)[:, :8]
-    workspace = DecodeWorkspace.allocate(
-        requests=2, query_heads=8, key_heads=2, head_dim=64, context=128, device=fused.device
-    )
     out = decode(
         fused[:, :8], gpu.tensor(cache.keys), gpu.tensor(cache.values), gpu.tensor(cache.tables),
-        gpu.tensor(cache.lengths), workspace, block_size=48, scale=0.2, window=40,
-        first_block=gpu.tensor(cache.first_block),
+        gpu.tensor(cache.first), gpu.tensor(cache.lengths), None, window=40, block_size=48, scale=0.2,
     )  # fmt: skip
     for row in range(2):
         assert_close(gpu.plain(out)[row], exact(q, cache, row, 0.2, None))
@@ -208,7 +201,7 @@ def test_true_shapes_on_a_gpu(heads: tuple[int, int, int], window: int | None) -
     long = [1, 127, 128, 129, 1000, 4097, 33000, 0]
     caches = [Cache.filled(lengths, key_heads, head_dim, window=window) for lengths in (long[::-1], long)]
     moved = [
-        {name: getattr(cache, name).cuda() for name in ("keys", "values", "tables", "first_block", "lengths")}
+        {name: getattr(cache, name).cuda() for name in ("keys", "values", "tables", "first", "lengths")}
         for cache in caches
     ]
     held = moved[0]
@@ -222,8 +215,8 @@ def test_true_shapes_on_a_gpu(heads: tuple[int, int, int], window: int | None) -
 
     def step() -> torch.Tensor:
         return decode(
-            queries, held["keys"], held["values"], held["tables"], held["lengths"], workspace, block_size=BLOCK,
-            scale=0.125, sinks=logits, window=window, first_block=held["first_block"],
+            queries, held["keys"], held["values"], held["tables"], held["first"], held["lengths"], logits,
+            window=window, block_size=BLOCK, scale=0.125, workspace=workspace,
         )  # fmt: skip
 
     step()
@@ -258,13 +251,11 @@ def test_reference_on_the_cpu() -> None:
 
 
 def test_no_requests() -> None:
-    workspace = DecodeWorkspace.allocate(
-        requests=4, query_heads=8, key_heads=1, head_dim=64, context=64, device=torch.device("cpu")
-    )
     empty = torch.zeros(0, 8, 64).bfloat16()
     cache = torch.zeros(16, 1, 64).bfloat16()
     none = torch.zeros(0, dtype=torch.int32)
-    assert decode(empty, cache, cache, none[:, None], none, workspace, block_size=16, scale=1.0).shape == (0, 8, 64)
+    out = decode(empty, cache, cache, none[:, None], None, none, None, window=None, block_size=16, scale=1.0)
+    assert out.shape == (0, 8, 64)
 
 
 @pytest.mark.parametrize(
@@ -277,12 +268,12 @@ def test_no_requests() -> None:
         ({"q": torch.zeros(2, 64, 8).bfloat16().transpose(1, 2)}, "q: rows are not contiguous"),
         ({"keys": torch.zeros(32, 2, 64)}, "keys: dtype"),
         ({"values": torch.zeros(48, 2, 64).bfloat16()}, "values: must have the shape"),
-        ({"block_tables": torch.zeros(2, 3, dtype=torch.int64)}, "block_tables: dtype"),
+        ({"tables": torch.zeros(2, 3, dtype=torch.int64)}, "tables: dtype"),
         ({"lengths": torch.zeros(3, dtype=torch.int32)}, "lengths: shape"),
         ({"block_size": 24}, "block_size: is 24; must be a positive multiple of 16"),
         ({"window": 0}, "window: is 0"),
         ({"sinks": torch.zeros(8).bfloat16()}, "sinks: dtype"),
-        ({"first_block": torch.zeros(2)}, "first_block: dtype"),
+        ({"first": torch.zeros(2)}, "first: dtype"),
         ({"rows": torch.zeros(2, dtype=torch.int32)}, "rows: shape"),
         ({"out": torch.zeros(2, 8, 128).bfloat16()[..., ::2]}, "out: is not contiguous"),
     ],
@@ -291,23 +282,18 @@ def test_bad_arguments(change: dict[str, Any], message: str) -> None:
     cache = torch.zeros(32, 2, 64).bfloat16()
     arguments: dict[str, Any] = {
         "q": torch.zeros(2, 8, 64).bfloat16(), "keys": cache, "values": cache,
-        "block_tables": torch.zeros(2, 3, dtype=torch.int32), "lengths": torch.zeros(2, dtype=torch.int32),
-        "block_size": 16, "scale": 1.0,
+        "tables": torch.zeros(2, 3, dtype=torch.int32), "first": None, "lengths": torch.zeros(2, dtype=torch.int32),
+        "sinks": None, "window": None, "block_size": 16, "scale": 1.0,
     }  # fmt: skip
-    workspace = DecodeWorkspace.allocate(
-        requests=2, query_heads=8, key_heads=2, head_dim=64, context=64, device=torch.device("cpu")
-    )
     with pytest.raises(KernelArgumentError, match=message):
-        decode(workspace=workspace, **arguments | change)
+        decode(**arguments | change)
 
 
-def test_workspace_of_another_shape() -> None:
-    cache = torch.zeros(32, 2, 64).bfloat16()
-    small = DecodeWorkspace.allocate(
-        requests=1, query_heads=8, key_heads=2, head_dim=64, context=64, device=torch.device("cpu")
-    )
-    with pytest.raises(KernelArgumentError, match="workspace: is for 1 requests"):
-        decode(
-            torch.zeros(2, 8, 64).bfloat16(), cache, cache, torch.zeros(2, 3, dtype=torch.int32),
-            torch.zeros(2, dtype=torch.int32), small, block_size=16, scale=1.0,
-        )  # fmt: skip
+def test_workspace_of_another_shape(gpu: Any) -> None:
+    cache = Cache.filled([20, 20], 2, 64)
+    q = torch.randn(2, 8, 64).bfloat16()
+    device = gpu.tensor(q).device
+    for other in ({"requests": 1}, {"key_heads": 1}, {"head_dim": 128}):
+        sizes = {"requests": 2, "query_heads": 8, "key_heads": 2, "head_dim": 64, "context": 64} | other
+        with pytest.raises(KernelArgumentError, match="workspace: was allocated for"):
+            attend(gpu, q, cache, workspace=DecodeWorkspace.allocate(**sizes, device=device))
