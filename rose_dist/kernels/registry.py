@@ -15,6 +15,7 @@ from rose_dist.kernels.cute.embedding import Embed
 from rose_dist.kernels.cute.moe_combine import VECTOR_BYTES, Combine
 from rose_dist.kernels.cute.moe_dispatch_decode import DispatchDecode
 from rose_dist.kernels.cute.moe_dispatch_prefill import AssignSlots, ScatterRows
+from rose_dist.kernels.cute.paged_attention_decode import DecodeAttention
 from rose_dist.kernels.cute.qk_norm import QKNormRope
 from rose_dist.kernels.cute.quantize import Dequantize, Quantize, decoded_count
 from rose_dist.kernels.cute.rms_norm import RMSNorm
@@ -24,6 +25,7 @@ from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.formats import FORMATS, FP8, MXFP8, BlockFormat, BlockOutput, Scale, ScaleLayout
 from rose_dist.kernels.jit import Kernel
 from rose_dist.kernels.moe_dispatch import DECODE_THREADS, SCATTER_SHAPE, SPLITS
+from rose_dist.kernels.paged_attention import HEAD_DIMS
 from rose_dist.kernels.qk_norm import Rotary
 from rose_dist.kernels.routing import Score
 from rose_dist.kernels.swiglu import Gate
@@ -79,6 +81,7 @@ def _all(arch: Arch) -> Iterator[Kernel]:
     yield from _routers(arch)
     yield from _embeddings(arch)
     yield from _moe(arch)
+    yield from _attention(arch)
     yield from _all_reduces(arch)
     yield probe.GridBarriers(arch, repeats=100)
     yield probe.Primitives(arch, multicast=True)
@@ -154,6 +157,12 @@ def _moe(arch: Arch) -> Iterator[Kernel]:
         bf16 = torch.bfloat16
         for accumulate in (False, True):
             yield Combine(arch, k, hidden, bf16, bf16, bf16 if bias else None, accumulate, VECTOR_BYTES)
+
+
+def _attention(arch: Arch) -> Iterator[Kernel]:
+    for head_dim in HEAD_DIMS:
+        for wide_group in (False, True):
+            yield DecodeAttention(arch, torch.bfloat16, head_dim, wide_group)
 
 
 def _all_reduces(arch: Arch) -> Iterator[Kernel]:
