@@ -16,13 +16,22 @@ from cuda.bindings.driver import CUstream
 
 from rose_dist.kernels import jit, launch
 from rose_dist.kernels.arch import Arch, DeviceInfo
-from rose_dist.kernels.cute import embedding, moe_combine, qk_norm, quantize, rms_norm, routing, swiglu
+from rose_dist.kernels.cute import (
+    embedding,
+    moe_combine,
+    mxfp4_experts,
+    qk_norm,
+    quantize,
+    rms_norm,
+    routing,
+    swiglu,
+)
 from tests.ptx.cutedsl import Compiled, compile_kernel
 from tests.ptx.machine import Machine
 
 _CACHES = (
     rms_norm.launcher, quantize.quantizer, quantize.dequantizer, qk_norm.launcher, swiglu.launcher,
-    routing.launcher, embedding.launcher, moe_combine.launcher,
+    routing.launcher, embedding.launcher, moe_combine.launcher, mxfp4_experts.launcher,
 )  # fmt: skip
 
 _EMPTY = torch.empty
