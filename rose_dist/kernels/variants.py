@@ -138,9 +138,9 @@ class StreamShape:
     """How weights stream past few rows of x, before the matrix's columns are known."""
 
     warps: int
-    """Warps a block, at most; they share the columns."""
+    """Warps that compute, at most; they share the columns. One more feeds them."""
     steps: int
-    """Copies in which a warp's share of 32 matrix rows comes, at most."""
+    """Copies in which 32 matrix rows come, at most."""
     depth: int
     """Groups of 32 matrix rows in flight."""
     rows: int
@@ -164,21 +164,16 @@ class StreamTiling:
 
     @property
     def threads(self) -> int:
-        return self.warps * WARP
-
-    @property
-    def share(self) -> int:
-        """Scale blocks of a row that a warp takes."""
-        return self.columns // self.warps
+        return (self.warps + 1) * WARP
 
     @property
     def step_columns(self) -> int:
-        """Scale blocks of a row that come in one copy."""
-        return self.share // self.steps
+        """Scale blocks of a row that a warp takes from one copy."""
+        return self.columns // self.warps // self.steps
 
     @property
     def step_bytes(self) -> int:
-        return self.step_columns * self.tile_bytes
+        return self.step_columns * self.warps * self.tile_bytes
 
     @property
     def row_tiles(self) -> int:
@@ -197,12 +192,12 @@ class StreamTiling:
 
     @property
     def ring_barriers(self) -> int:
-        return self.depth * self.warps * self.steps
+        return self.depth * self.steps
 
     @property
     def barriers(self) -> int:
-        """The ring's, then those of the buffers of x; 8 bytes each at the start."""
-        return self.ring_barriers + self.buffers
+        """8 bytes each, at the start: a copy has come, all warps are done with one, rows of x have come."""
+        return 2 * self.ring_barriers + self.buffers
 
     @property
     def row_offset(self) -> int:
@@ -218,8 +213,18 @@ class StreamTiling:
         return self.ring_offset + self.depth * self.columns * self.tile_bytes
 
     @property
+    def meeting_bytes(self) -> int:
+        """Of one set of the warps' sums; there are two."""
+        return self.warps * self.parts * WARP * 16
+
+    @property
     def shared_bytes(self) -> int:
-        return self.meeting_offset + 2 * self.warps * self.parts * WARP * 16
+        return self.meeting_offset + 2 * self.meeting_bytes
+
+    @property
+    def turn(self) -> int:
+        """By how many warps the turn of adding up moves from item to item."""
+        return self.parts % self.warps
 
 
 def stream(shape: StreamShape, columns: int, tile_bytes: int) -> StreamTiling:

@@ -1,9 +1,9 @@
 """Expert layers of few rows: MXFP4 weights are streamed past the rows once, decoded in registers, and multiplied by
 tensor cores.
 
-A block takes a run of (expert, rows of x, tile row of the weights) items. Its warps share an item's columns, always in the
-same way, and each streams its part through its own ring in shared memory by bulk copies, `depth` items ahead. So no warp
-waits for another but once an item, when their sums meet, and no result depends on which rows came along.
+A block takes a run of items, each 32 rows of an expert's matrix times up to `rows` rows of x. One warp feeds the others
+through a ring in shared memory by bulk copies, `depth` items ahead. The others share an item's columns, always in the
+same way, so that no result depends on which rows came along; their sums meet in shared memory.
 """
 
 from __future__ import annotations
@@ -79,70 +79,132 @@ class ExpertLinear(jit.Kernel):
         alpha: Float32, limit: Float32,
     ) -> None:  # fmt: skip
         tiling, tiles = self.tiling, self.tiles
-        thread = cute.arch.thread_idx()[0]
-        warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
+        thread, block, blocks = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         shared = Int32(cute.arch.get_dyn_smem(Uint8, alignment=128).toint())
         segments = [shared_integers(SEGMENTS) for _ in range(4)]
         starts = shared_integers(self.experts + 1)
+        ring = tiling.ring_barriers
         if thread < tiling.barriers:
-            cute.arch.mbarrier_init(_barrier(shared, thread), 1)
+            freed = (thread >= ring) & (thread < 2 * ring)
+            cute.arch.mbarrier_init(_barrier(shared, thread), vector.select(freed, Int32(tiling.warps), Int32(1)))
         cute.arch.mbarrier_init_fence()
         if const_expr(not self.early):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
         self.count_segments(counts, starts)
-        items, block, blocks = starts[self.experts] * tiles, cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        items = starts[self.experts] * tiles
         first = Int32(Int64(items) * block // blocks)
         last = Int32(Int64(items) * (block + 1) // blocks)
         base = first // tiles
-        self.list_segments(counts, offsets, rescale, starts, segments, base, (last + (tiles - 1)) // tiles)
+        end = (last + (tiles - 1)) // tiles
+        self.list_segments(counts, offsets, rescale, starts, segments, base, end)
+        if cute.arch.make_warp_uniform(thread // WARP) == tiling.warps:
+            self.feed(shared, weights, x, segments, first, last, first - base * tiles, end - base)
+        else:
+            if const_expr(self.early):
+                cute.arch.griddepcontrol_wait()
+                cute.arch.griddepcontrol_launch_dependents()
+            self.compute(shared, bias, out, alpha, limit, segments, last - first, first - base * tiles)
+
+    @cute.jit
+    def feed(
+        self, shared: Int32, weights: Int64, x: Int64, segments: list[cute.Tensor], first: Int32, last: Int32,
+        tile: Int32, end: Int32,
+    ) -> None:  # fmt: skip
+        """The feeding warp: copies of the weights of all items, and of x of the `end` segments."""
+        tiling = self.tiling
+        segment, done_tile, done_segment = Int32(0), tile, Int32(0)
+        source = self.source(weights, segments[0], segment, tile, end)
         for ahead in range_constexpr(tiling.depth):
             if first + ahead < last:
-                source = self.source(weights, segments[0], first + ahead, base)
                 for step in range_constexpr(tiling.steps):
-                    self.fetch(shared, source, Int32(ahead), step)
+                    self.fetch(shared, source, Int32(ahead * tiling.steps + step), step)
+            source, segment, tile = self.next_source(weights, segments[0], source, segment, tile, end)
         if const_expr(self.early):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        end = (last + (tiles - 1)) // tiles - base
-        if const_expr(tiling.buffers > 1):
-            self.fetch_rows(shared, x, segments, Int32(0), end)
-        for item in range(first, last):
-            done = item - first
-            segment, tile = item // tiles - base, item % tiles
-            if (tile == 0) | (done == 0):
-                self.fetch_rows(shared, x, segments, segment + (tiling.buffers - 1), end)
-            slot, phase = done % tiling.depth, done // tiling.depth % 2
-            part = (warp + done * tiling.parts) % tiling.warps
-            half = vector.min_of(part // tiling.row_tiles, Int32(1))
-            biases = _bias_pair(bias, (segments[0][segment] * tiles + tile) * 16 + half * 8 + lane // 4)
-            buffer = segment % tiling.buffers
-            _wait(_barrier(shared, Int32(tiling.ring_barriers) + buffer), segment // tiling.buffers % 2)
-            rows = self.row_addresses(shared, buffer, segments[2][segment])
-            sums = [[Float32(0.0)] * 4 for _ in range(2 * tiling.row_tiles)]
-            next_item = item + tiling.depth
-            source = Int64(0)
-            if next_item < last:
-                source = self.source(weights, segments[0], next_item, base)
+        for ahead in range_constexpr(tiling.buffers):
+            self.fetch_rows(shared, x, segments, Int32(ahead), end)
+        slot, parity = Int32(0), Int32(0)
+        for item in range(first + tiling.depth, last + (tiling.depth - 1)):
+            # All warps are done with the item that had the slot before: with its weights and with its x.
             for step in range_constexpr(tiling.steps):
-                _wait(_barrier(shared, self.ring_index(slot, step)), phase)
-                sums = self.multiply(shared, rows, slot, step, sums)
+                index = slot * tiling.steps + step
+                _wait(_barrier(shared, Int32(tiling.ring_barriers) + index), parity)
+                if item < last:
+                    self.fetch(shared, source, index, step)
+            source, segment, tile = self.next_source(weights, segments[0], source, segment, tile, end)
+            done_tile += 1
+            if done_tile == self.tiles:
+                done_tile = Int32(0)
+                done_segment += 1
+                self.fetch_rows(shared, x, segments, done_segment + (tiling.buffers - 1), end)
+            slot += 1
+            if slot == tiling.depth:
+                slot = Int32(0)
+                parity ^= 1
+
+    @cute.jit
+    def compute(
+        self, shared: Int32, bias: Int64, out: Int64, alpha: Float32, limit: Float32, segments: list[cute.Tensor],
+        items: Int32, tile: Int32,
+    ) -> None:  # fmt: skip
+        """A computing warp: its columns of each item, and its turn in adding up."""
+        tiling = self.tiling
+        thread = cute.arch.thread_idx()[0]
+        warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
+        slot, parity, part, meeting_set = Int32(0), Int32(0), Int32(warp), Int32(0)
+        segment, buffer, row_parity = Int32(-1), Int32(tiling.buffers - 1), Int32(1)
+        expert, count, start, factor = Int32(0), Int32(0), Int32(0), Int32(0)
+        for done in range(items):
+            if (tile == 0) | (done == 0):
+                segment += 1
+                buffer += 1
+                if buffer == tiling.buffers:
+                    buffer = Int32(0)
+                    row_parity ^= 1
+                expert, start, count, factor = [values[segment] for values in segments]
+                _wait(_barrier(shared, Int32(2 * tiling.ring_barriers) + buffer), row_parity)
+            biases = Uint32(0)
+            if (bias != 0) & (part < tiling.parts):
+                pair = (expert * self.tiles + tile) * 16 + part // tiling.row_tiles * 8 + lane // 4
+                biases = Uint32(vector.scalar(bias + Int64(pair) * 4, Uint32)[0])
+            rows = self.row_addresses(shared, buffer, count)
+            sums = [[Float32(0.0)] * 4 for _ in range(tiling.parts)]
+            for step in range_constexpr(tiling.steps):
+                index = slot * tiling.steps + step
+                _wait(_barrier(shared, index), parity)
+                sums = self.multiply(shared, rows, index, step, sums)
                 cute.arch.sync_warp()
-                if next_item < last:
-                    self.fetch(shared, source, slot, step)
-            meeting = shared + (tiling.meeting_offset + done % 2 * (tiling.warps * tiling.parts * _PART_BYTES))
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(_barrier(shared, Int32(tiling.ring_barriers) + index))
+            meeting = shared + (tiling.meeting_offset + meeting_set)
             for index in range_constexpr(tiling.parts):
                 _store_shared(meeting + ((warp * tiling.parts + index) * WARP + lane) * 16, sums[index])
-            cute.arch.sync_threads()
+            cute.arch.barrier(barrier_id=1, number_of_threads=tiling.warps * WARP)
             for again in range_constexpr(0, tiling.parts, tiling.warps):
                 if part + again < tiling.parts:
-                    self.finish(meeting, part + again, tile, segment, segments, biases, bias, out, alpha, limit)
+                    if const_expr(again > 0):
+                        biases = self.late_bias(bias, expert, tile, part + again)
+                    target = out + (Int64(start) * (16 * self.tiles) + tile * 16) * self.pair_bytes
+                    self.finish(meeting, part + again, target, count, factor, biases, alpha, limit)
+            meeting_set ^= tiling.meeting_bytes
+            part += tiling.turn
+            if part >= tiling.warps:
+                part -= tiling.warps
+            tile += 1
+            if tile == self.tiles:
+                tile = Int32(0)
+            slot += 1
+            if slot == tiling.depth:
+                slot = Int32(0)
+                parity ^= 1
 
     @cute.jit
     def count_segments(self, counts: Int64, starts: cute.Tensor) -> None:
         """Where each expert's segments start, counted over all experts; the last is their number."""
         threads, rows = self.tiling.threads, self.tiling.rows
-        needed, totals = shared_integers(self.experts), shared_integers(self.tiling.warps)
+        needed, totals = shared_integers(self.experts), shared_integers(self.tiling.warps + 1)
         for expert in range(cute.arch.thread_idx()[0], self.experts, threads):
             needed[expert] = (vector.scalar(counts + Int64(expert) * 4, Int32)[0] + (rows - 1)) // rows
         cute.arch.sync_threads()
@@ -167,22 +229,34 @@ class ExpertLinear(jit.Kernel):
                 segments[3][segment - base] = vector.scalar(rescale + Int64(expert) * 4, Int32)[0]
         cute.arch.sync_threads()
 
-    def source(self, weights: Any, experts: Any, item: Any, base: Any) -> Any:
-        """Where this warp's part of an item's tile row starts."""
-        tiling, warp = self.tiling, cute.arch.thread_idx()[0] // WARP
-        expert, tile = experts[item // self.tiles - base], item % self.tiles
-        row = Int64(expert) * self.tiles + tile
-        return weights + (row * tiling.columns + warp * tiling.share) * TILE_BYTES
-
-    def ring_index(self, slot: Any, step: int) -> Any:
-        """Number of a step's barrier, and of its place in the ring."""
-        return (slot * self.tiling.warps + cute.arch.thread_idx()[0] // WARP) * self.tiling.steps + step
+    @cute.jit
+    def source(
+        self, weights: Int64, experts: cute.Tensor, segment: Int32, tile: Int32, end: Int32
+    ) -> Int64:
+        """Where an item's 32 rows of weights start; anywhere behind the last segment."""
+        source = weights
+        if segment < end:
+            row = Int64(experts[segment]) * self.tiles + tile
+            source = weights + row * (self.tiling.columns * TILE_BYTES)
+        return source
 
     @cute.jit
-    def fetch(self, shared: Int32, source: Int64, slot: Int32, step: int) -> None:
+    def next_source(
+        self, weights: Int64, experts: cute.Tensor, source: Int64, segment: Int32, tile: Int32, end: Int32
+    ) -> tuple[Int64, Int32, Int32]:
+        """The same for the item behind one, with that one's segment and tile."""
+        source += self.tiling.columns * TILE_BYTES
+        tile += 1
+        if tile == self.tiles:
+            tile = Int32(0)
+            segment += 1
+            source = self.source(weights, experts, segment, tile, end)
+        return source, segment, tile
+
+    @cute.jit
+    def fetch(self, shared: Int32, source: Int64, index: Int32, step: int) -> None:
         """Start a step's copy into the ring."""
         size = self.tiling.step_bytes
-        index = self.ring_index(slot, step)
         if cute.arch.thread_idx()[0] % WARP == 0:
             barrier = _barrier(shared, index)
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
@@ -192,18 +266,18 @@ class ExpertLinear(jit.Kernel):
 
     @cute.jit
     def fetch_rows(self, shared: Int32, x: Int64, segments: list[cute.Tensor], segment: Int32, end: Int32) -> None:
-        """Start the copies of a segment's rows, if there is such a segment; by the first warp, a lane a row."""
-        tiling, thread = self.tiling, cute.arch.thread_idx()[0]
-        if (segment < end) & (thread < WARP):
+        """Start the copies of a segment's rows, if there is such a segment; a lane a row."""
+        tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
+        if segment < end:
             buffer = segment % tiling.buffers
-            barrier = _barrier(shared, Int32(tiling.ring_barriers) + buffer)
+            barrier = _barrier(shared, Int32(2 * tiling.ring_barriers) + buffer)
             count, size = segments[2][segment], tiling.columns * 64
-            if thread == 0:
+            if lane == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, count * size)
             cute.arch.sync_warp()
-            if thread < count:
-                target = shared + tiling.row_offset + (buffer * tiling.rows + thread) * tiling.row_stride
-                row = Int64(segments[1][segment] + thread)
+            if lane < count:
+                target = shared + tiling.row_offset + (buffer * tiling.rows + lane) * tiling.row_stride
+                row = Int64(segments[1][segment] + lane)
                 ptx.copy_to_shared(target, x + row * size, size, barrier.toint())
 
     def row_addresses(self, shared: Any, buffer: Any, count: Any) -> Any:
@@ -214,18 +288,19 @@ class ExpertLinear(jit.Kernel):
             at + vector.min_of(lane // 4 + 8 * i, count - 1) * tiling.row_stride for i in range(tiling.row_tiles)
         ]
 
-    def multiply(self, shared: Any, rows: Any, slot: Any, step: int, sums: Any) -> Any:
-        """Add a step's products: decoded weights · x, 32 outputs by 8 rows at a time."""
+    def multiply(self, shared: Any, rows: Any, index: Any, step: int, sums: Any) -> Any:
+        """Add a step's products: decoded weights · x, 16 outputs by 8 rows at a time."""
         tiling = self.tiling
         thread = cute.arch.thread_idx()[0]
-        warp, lane = thread // WARP, thread % WARP
-        ring = shared + tiling.ring_offset + self.ring_index(slot, step) * tiling.step_bytes
+        warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
+        ring = shared + tiling.ring_offset + index * tiling.step_bytes
         sums = [list(part) for part in sums]
         for block in range(tiling.step_columns):
-            codes = _load_shared(ring + block * TILE_BYTES + lane * 16, 4)
-            scales = _load_shared(ring + block * TILE_BYTES + CODE_BYTES + lane // 4 * 4, 1)[0]
-            column = warp * tiling.share + step * tiling.step_columns + block
-            values = [_load_shared(row + column * 64, 4) for row in rows]
+            column = warp * tiling.step_columns + block
+            codes = _load_shared(ring + column * TILE_BYTES + lane * 16, 4)
+            scales = _load_shared(ring + column * TILE_BYTES + CODE_BYTES + lane // 4 * 4, 1)[0]
+            behind = (column + step * tiling.step_columns * tiling.warps) * 64
+            values = [_load_shared(row + behind, 4) for row in rows]
             for half in range(2):
                 first, second = (_decode(codes[i], scales, i) for i in (2 * half, 2 * half + 1))
                 for k in (0, 2):
@@ -235,40 +310,47 @@ class ExpertLinear(jit.Kernel):
                         sums[at] = ptx.mma_bf16(left, (value[k], value[k + 1]), sums[at])
         return sums
 
+    @property
+    def pair_bytes(self) -> int:
+        """Bytes of what two rows of a matrix give."""
+        return 2 if self.gated else 4
+
+    @cute.jit
+    def late_bias(self, bias: Int64, expert: Int32, tile: Int32, part: Int32) -> Uint32:
+        """The biases of a warp's further parts, where there are fewer warps than parts."""
+        words = Uint32(0)
+        if bias != 0:
+            half, lane = part // self.tiling.row_tiles, cute.arch.thread_idx()[0] % WARP
+            pair = (expert * self.tiles + tile) * 16 + half * 8 + lane // 4
+            words = Uint32(vector.scalar(bias + Int64(pair) * 4, Uint32)[0])
+        return words
+
     @cute.jit
     def finish(
-        self, meeting: Int32, part: Int32, tile: Int32, segment: Int32, segments: list[cute.Tensor], biases: Uint32,
-        bias: Int64, out: Int64, alpha: Float32, limit: Float32,
+        self, meeting: Int32, part: Int32, target: Int64, count: Int32, factor: Int32, biases: Uint32, alpha: Float32,
+        limit: Float32,
     ) -> None:  # fmt: skip
-        """Add the warps' sums of one part, 16 outputs by 8 rows, in the order of the columns, and write results."""
+        """Add the warps' sums of one part, 16 outputs by 8 rows, in the order of the warps, and write results.
+
+        target: where the segment's first row has the item's first result.
+        """
         tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
         sums = _load_shared_floats(meeting + (part * WARP + lane) * 16)
         for warp in range_constexpr(1, tiling.warps):
             more = _load_shared_floats(meeting + ((warp * tiling.parts + part) * WARP + lane) * 16)
             sums = [a + b for a, b in zip(sums, more, strict=True)]
         half, row = part // tiling.row_tiles, part % tiling.row_tiles * 8 + lane % 4 * 2
-        pair = tile * 16 + half * 8 + lane // 4
-        if const_expr(tiling.parts > tiling.warps):
-            biases = _bias_pair(bias, segments[0][segment] * (self.tiles * 16) + pair)
-        factor = ptx.from_bits(Uint32(segments[3][segment]))
+        scale = ptx.from_bits(Uint32(factor))
         low, high = ptx.from_bits(biases << Uint32(16)), ptx.from_bits(biases & Uint32(0xFFFF0000))
-        count, first = segments[2][segment], segments[1][segment]
+        target += (row * (16 * self.tiles) + half * 8 + lane // 4) * self.pair_bytes
         for i in range_constexpr(2):
-            even, odd = sums[i] * factor + low, sums[2 + i] * factor + high
-            target = out + (Int64(first + row + i) * (self.tiles * 16) + pair) * (2 if self.gated else 4)
+            even, odd = sums[i] * scale + low, sums[2 + i] * scale + high
             if row + i < count:
                 if const_expr(self.gated):
                     vector.scalar(target, BFloat16)[0] = BFloat16(clamped_swiglu_value(even, odd, alpha, limit))
                 else:
                     vector.scalar(target, Uint32)[0] = ptx.to_bf16x2(even, odd)
-
-
-@cute.jit
-def _bias_pair(bias: Int64, pair: Int32) -> Uint32:
-    words = Uint32(0)
-    if bias != 0:
-        words = Uint32(vector.scalar(bias + Int64(pair) * 4, Uint32)[0])
-    return words
+            target += 16 * self.tiles * self.pair_bytes
 
 
 def _decode(word: Any, scales: Any, which: int) -> Any:
