@@ -19,6 +19,7 @@ from rose_dist.kernels.arch import Arch, DeviceInfo
 from rose_dist.kernels.cute import (
     embedding,
     moe_combine,
+    mxfp4_experts,
     paged_attention_decode,
     qk_norm,
     quantize,
@@ -31,7 +32,7 @@ from tests.ptx.machine import Machine
 
 _CACHES = (
     rms_norm.launcher, quantize.quantizer, quantize.dequantizer, qk_norm.launcher, swiglu.launcher,
-    routing.launcher, embedding.launcher, moe_combine.launcher, paged_attention_decode.launcher,
+    routing.launcher, embedding.launcher, moe_combine.launcher, mxfp4_experts.launcher, paged_attention_decode.launcher,
 )  # fmt: skip
 
 _EMPTY = torch.empty
