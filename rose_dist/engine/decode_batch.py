@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rose_dist.engine.kv_cache import GroupSpec
 from rose_dist.engine.step import SequenceStep, Step
+from rose_dist.kernels.paged_attention import DecodeWorkspace
 from rose_dist.layers.attention_work import PagedDecode
 from rose_dist.layers.forward_batch import ForwardBatch, GroupBatch, KVStorage
 
@@ -43,9 +44,13 @@ class DecodeBatch:
     the other may still be under way. The step before that must have ended, which whoever reads its tokens knows.
     """
 
-    def __init__(self, rows: int, shapes: Sequence[TableShape], storages: Sequence[KVStorage], sampled: Tensor) -> None:
+    def __init__(
+        self, rows: int, shapes: Sequence[TableShape], storages: Sequence[KVStorage], sampled: Tensor,
+        workspace: DecodeWorkspace | None,
+    ) -> None:  # fmt: skip
         """`sampled`: the tokens of the step before, see `ModelRunner`."""
         self.rows, self.shapes, self.storages, self._sampled = rows, tuple(shapes), tuple(storages), sampled
+        self._workspace = workspace
         device = sampled.device
         groups = len(self.shapes)
         # int64: token ids, positions and each group's slots. int32: each group's first blocks and lengths.
@@ -59,6 +64,7 @@ class DecodeBatch:
     def forward_batch(self, size: int) -> ForwardBatch:
         """What the model takes for a batch of `size` rows; all tensors but the token ids stay at their place."""
         wide, narrow = self._wide.device[:, :size], self._narrow.device[:, :size]
+        live = self._narrow.device[0, :1]
         given = wide[0]
         token_ids = torch.where(given < 0, self._sampled[(-1 - given).clamp_(min=0)], given)
         groups = tuple(
@@ -68,13 +74,13 @@ class DecodeBatch:
                 (
                     PagedDecode(
                         slice(0, size), table[:size], narrow[1 + 2 * i], narrow[2 + 2 * i], shape.window,
-                        shape.block_size,
+                        shape.block_size, self._workspace, live,
                     ),
                 ),
             )
             for i, (shape, storage, table) in enumerate(zip(self.shapes, self.storages, self._tables, strict=True))
         )  # fmt: skip
-        return ForwardBatch(token_ids, wide[1], None, groups, live_rows=self._narrow.device[0, :1])
+        return ForwardBatch(token_ids, wide[1], None, groups, live_rows=live)
 
     def fill(self, step: Step, size: int) -> None:
         """Send a step's inputs; rows of the `size` that it does not need get token 0 and write to the spare slot."""

@@ -49,7 +49,7 @@ class Engine:
         self.runner = ModelRunner(model, config)
         self._sampler = Sampler(self.runner.sampled)
         self._under_way: tuple[Plan, Drawn] | None = None
-        self.max_context = min(config.max_context or model.config.max_context, model.config.max_context)
+        self.max_context = self.runner.max_context
         kv = KVCache(self.runner.specs, config.block_size, config.prefix_cache)
         self.scheduler = Scheduler(config, kv, self.max_context, model.config.vocab_size)
         self._compiler: GrammarCompiler | None = None

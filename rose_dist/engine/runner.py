@@ -14,6 +14,7 @@ from rose_dist.engine.decode_graphs import DecodeGraphs
 from rose_dist.engine.kv_groups import group_specs, kv_bytes
 from rose_dist.engine.paged_planner import PagedPlanner
 from rose_dist.engine.step import Step
+from rose_dist.kernels.paged_attention import DecodeWorkspace
 from rose_dist.layers.forward_batch import ForwardBatch
 from rose_dist.models.gpt_oss import GptOssForCausalLM
 
@@ -28,12 +29,14 @@ class ModelRunner:
     def __init__(self, model: GptOssForCausalLM, config: EngineConfig) -> None:
         self.model = model
         self.config = config
+        self.max_context = min(config.max_context or model.config.max_context, model.config.max_context)
         self.specs = group_specs(model.kv_groups, config)
         self.storages = [
             group.storage(spec.blocks * config.block_size, config.torch_dtype, config.device)
             for group, spec in zip(model.kv_groups, self.specs, strict=True)
         ]
         self.sampled = torch.zeros(config.max_running, dtype=torch.int64, device=config.device)
+        self._workspace = self._decode_workspace()
         self._planners: list[AttentionPlanner] = [self._planner(number) for number in range(len(self.specs))]
         self._graphs = self._decode_graphs() if config.ladder else None
 
@@ -41,12 +44,21 @@ class ModelRunner:
         window, storage = self.specs[number].window, self.storages[number]
         if self.config.device.type == "cpu":
             return GatheringPlanner(number, window, self.config.block_size, storage, self.config.torch_dtype)
-        return PagedPlanner(number, window, self.config.block_size, storage)
+        return PagedPlanner(number, window, self.config.block_size, storage, self._workspace)
+
+    def _decode_workspace(self) -> DecodeWorkspace | None:
+        """One for all layers and steps: those follow one another."""
+        if self.config.device.type == "cpu":
+            return None
+        group = self.model.kv_groups[0]
+        return DecodeWorkspace.allocate(
+            requests=self.config.max_running, query_heads=self.model.query_heads, key_heads=group.key_heads,
+            head_dim=group.head_dim, context=self.max_context, device=self.config.device,
+        )  # fmt: skip
 
     def _decode_graphs(self) -> DecodeGraphs:
-        most = min(self.config.max_context or self.model.config.max_context, self.model.config.max_context)
-        shapes = [TableShape.of(spec, self.config.block_size, most) for spec in self.specs]
-        batch = DecodeBatch(max(self.config.ladder), shapes, self.storages, self.sampled)
+        shapes = [TableShape.of(spec, self.config.block_size, self.max_context) for spec in self.specs]
+        batch = DecodeBatch(max(self.config.ladder), shapes, self.storages, self.sampled, self._workspace)
         return DecodeGraphs(self.model, batch, self.config.ladder)
 
     @property

@@ -1,7 +1,7 @@
 """From logits to tokens, on the logits' device.
 
-Every row is drawn by its own request's rules and seed, whatever else is in the batch. Nothing waits for the device until
-the tokens are asked for.
+Every row is drawn by its own request's rules and seed, whatever else is in the batch. Nothing waits for the device
+until the tokens are asked for.
 """
 
 from __future__ import annotations

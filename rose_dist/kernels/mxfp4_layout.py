@@ -115,7 +115,9 @@ def _fit_scales(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, int]:
     shift = max(0, int(torch.where(live, wide, 0).max()) - MAX_SCALE)
     lowered = wide - shift
     if shift and bool((live & (lowered < 0)).any()):
-        raise checks.fail("scales", f"of one matrix span more than 2^{MAX_SCALE}; it can't be computed with in bfloat16")
+        raise checks.fail(
+            "scales", f"of one matrix span more than 2^{MAX_SCALE}; it can't be computed with in bfloat16"
+        )
     exponents = lowered.clamp(0, MAX_SCALE) + EXPONENT_BIAS
     return blocks, torch.where(nan, SCALE_NAN, exponents).to(torch.uint8), shift
 

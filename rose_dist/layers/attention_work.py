@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rose_dist.kernels import paged_attention
 from rose_dist.kernels.attention import AttentionBlock
 from rose_dist.kernels.attention import paged_attention as attend_gathered
+from rose_dist.kernels.paged_attention import DecodeWorkspace, decode
+from rose_dist.kernels.paged_prefill import prefill
 
 
 class AttentionWork(ABC):
@@ -40,7 +41,7 @@ class Gathered(AttentionWork):
 class PagedDecode(AttentionWork):
     """One query a sequence, keys found through block tables on the device.
 
-    rows: of the queries. Others as `paged_attention.decode`.
+    rows: of the queries. live: int32 [1], sequences that there are. Others as `paged_attention.decode`.
     """
 
     rows: slice
@@ -49,29 +50,34 @@ class PagedDecode(AttentionWork):
     lengths: Tensor
     window: int | None
     block_size: int
+    workspace: DecodeWorkspace | None
+    live: Tensor | None = None
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, scale: float, out: Tensor) -> None:
-        paged_attention.decode(
-            q[self.rows], keys, values, self.tables, self.first, self.lengths, sinks,
-            window=self.window, block_size=self.block_size, scale=scale, out=out[self.rows],
+        decode(
+            q[self.rows], keys, values, self.tables, self.first, self.lengths, sinks, window=self.window,
+            block_size=self.block_size, scale=scale, out=out[self.rows], rows=self.live, workspace=self.workspace,
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class PagedChunk(AttentionWork):
-    """Neighbouring tokens of one sequence.
+class PagedChunks(AttentionWork):
+    """Neighbouring tokens of one or several sequences.
 
-    rows: of the queries. Others as `paged_attention.prefill`.
+    rows: of the queries. Others as `paged_prefill.prefill`.
     """
 
     rows: slice
     slots: Tensor
-    start: int
-    first: int
+    query_starts: Tensor
+    key_starts: Tensor
+    most_queries: int
+    most_keys: int
     window: int | None
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, scale: float, out: Tensor) -> None:
-        paged_attention.prefill(
-            q[self.rows], keys, values, self.slots, sinks,
-            start=self.start, first=self.first, window=self.window, scale=scale, out=out[self.rows],
+        prefill(
+            q[self.rows], keys, values, self.slots, self.query_starts, self.key_starts, sinks,
+            most_queries=self.most_queries, most_keys=self.most_keys, window=self.window, scale=scale,
+            out=out[self.rows],
         )  # fmt: skip

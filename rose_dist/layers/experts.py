@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from rose_dist.kernels.grouped_linear import ExpertRows, grouped_linear, grouped_linear_mxfp4
+from rose_dist.kernels.grouped_linear import grouped_linear
 from rose_dist.kernels.mxfp4 import dequantize_mxfp4
+from rose_dist.kernels.mxfp4_experts import ExpertRows, expert_linear, expert_swiglu
+from rose_dist.kernels.mxfp4_layout import PackedMxfp4
 from rose_dist.kernels.swiglu import clamped_swiglu
 from rose_dist.layers.weights import Piece, Weight, copy_into, length, parameter, share
 
@@ -46,9 +49,6 @@ class DenseMatrix(nn.Module):
         super().__init__()
         self.weight = parameter(experts, outputs, inputs, dtype=dtype)
 
-    def forward(self, x: Tensor, bias: Tensor | None, rows: ExpertRows) -> Tensor:
-        return grouped_linear(x, self.weight, bias, rows)
-
     def store(self, expert: int) -> Callable[[Tensor], object]:
         """Takes the matrix as Hugging Face stores it: [1, inputs, outputs]."""
         return lambda matrix: self.weight[expert].copy_(matrix[0].T)
@@ -63,26 +63,25 @@ class DenseMatrix(nn.Module):
         return store
 
 
-class Mxfp4Matrix(nn.Module):
-    """One matrix an expert, as MXFP4 blocks and scales."""
+class PackedMatrix(nn.Module):
+    """One matrix an expert, as MXFP4 in the kernels' order."""
 
-    def __init__(self, experts: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    def __init__(self, experts: int, outputs: int, inputs: int) -> None:
         super().__init__()
-        self.blocks = parameter(experts, outputs, inputs // MXFP4_BLOCK, MXFP4_BLOCK // 2, dtype=torch.uint8)
-        self.scales = parameter(experts, outputs, inputs // MXFP4_BLOCK, dtype=torch.uint8)
+        empty = PackedMxfp4.empty(experts, outputs, inputs, torch.get_default_device())
+        self.data, self.rescale = (nn.Parameter(t, requires_grad=False) for t in (empty.data, empty.rescale))
 
-    def forward(self, x: Tensor, bias: Tensor | None, rows: ExpertRows) -> Tensor:
-        return grouped_linear_mxfp4(x, self.blocks, self.scales, bias, rows)
+    @cached_property
+    def packed(self) -> PackedMxfp4:
+        return PackedMxfp4(self.data, self.rescale)
 
     def store(self, expert: int) -> Callable[[Tensor], object]:
         raise ValueError("the checkpoint's experts are bf16 and can't be held as MXFP4; choose --moe-weights bf16")
 
     def store_packed(self, expert: int) -> Callable[[Tensor, Tensor], object]:
-        def store(blocks: Tensor, scales: Tensor) -> None:
-            self.blocks[expert].copy_(blocks[0])
-            self.scales[expert].copy_(scales[0])
-
-        return store
+        """Takes blocks and scales, which are put in order on the device."""
+        device = self.data.device
+        return lambda blocks, scales: self.packed.store(expert, blocks[0].to(device), scales[0].to(device))
 
 
 class Experts(nn.Module):
@@ -106,18 +105,29 @@ class Experts(nn.Module):
         self.stored = stored
         self.part = held.intermediate(intermediate)
         count, width = len(held.experts), length(self.part)
-        matrix = Mxfp4Matrix if kept == "mxfp4" else DenseMatrix
-        self.gate_up_proj = matrix(count, 2 * width, hidden, dtype)
+
+        def matrix(outputs: int, inputs: int) -> DenseMatrix | PackedMatrix:
+            if kept == "mxfp4":
+                return PackedMatrix(count, outputs, inputs)
+            return DenseMatrix(count, outputs, inputs, dtype)
+
+        self.gate_up_proj = matrix(2 * width, hidden)
         self.gate_up_proj_bias = parameter(count, 2 * width, dtype=dtype)
-        self.down_proj = matrix(count, hidden, width, dtype)
+        self.down_proj = matrix(hidden, width)
         # Of an expert's slices the first adds the bias: the sum over the ranks then holds it once.
         self.down_proj_bias = parameter(count, hidden, dtype=dtype) if held.slice_index == 0 else None
 
     def forward(self, x: Tensor, rows: ExpertRows) -> Tensor:
         """[rows, hidden] packed by local expert → [rows, hidden]."""
-        gate_up = self.gate_up_proj(x, self.gate_up_proj_bias, rows)
-        down: Tensor = self.down_proj(clamped_swiglu(gate_up, limit=self.limit), self.down_proj_bias, rows)
-        return down
+        first, second = self.gate_up_proj, self.down_proj
+        b1, b2 = self.gate_up_proj_bias, self.down_proj_bias
+        if isinstance(first, PackedMatrix) and isinstance(second, PackedMatrix):
+            activated = expert_swiglu(x, first.packed, b1, rows, limit=self.limit)
+            return expert_linear(activated, second.packed, b2, rows, early=True)
+        assert isinstance(first, DenseMatrix)
+        assert isinstance(second, DenseMatrix)
+        activated = clamped_swiglu(grouped_linear(x, first.weight, b1, rows), limit=self.limit)
+        return grouped_linear(activated, second.weight, b2, rows)
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         experts, hidden, intermediate = self.held.num_experts, self.hidden, self.intermediate

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from rose_dist.comm.all_to_all.protocol import AllToAll, Routing
-from rose_dist.kernels.grouped_linear import ExpertRows
+from rose_dist.kernels.mxfp4_experts import ExpertRows
 from rose_dist.kernels.routing import Router, route
 from rose_dist.layers.experts import Experts
 from rose_dist.layers.linear import Linear
@@ -26,7 +28,13 @@ class MoE(nn.Module):
         """[tokens, hidden] → [tokens, hidden], complete on every rank; rows from `live_rows` on hold anything."""
         chosen = route(self.router(x), self.rule, live_rows=live_rows)
         dispatched = self.exchange.dispatch(x, Routing(chosen.ids, chosen.weights), rows=live_rows)
-        expert_out = self.experts(dispatched.x, ExpertRows(dispatched.counts, dispatched.offsets))
+        rows = ExpertRows(dispatched.counts, dispatched.offsets, self._most_rows(x.shape[0]))
+        expert_out = self.experts(dispatched.x, rows)
         out = torch.empty_like(x)
         self.exchange.combine(expert_out, dispatched, out=out)
         return out
+
+    def _most_rows(self, tokens: int) -> int:
+        """Rows of the largest expert, three standard deviations above the mean of an even spread."""
+        mean = tokens * self.rule.k / self.experts.held.num_experts
+        return max(1, round(mean + 3 * math.sqrt(mean)))

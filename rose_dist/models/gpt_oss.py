@@ -111,6 +111,11 @@ class GptOssForCausalLM(nn.Module):
         return self.model.kv_groups
 
     @property
+    def query_heads(self) -> int:
+        """Of this rank."""
+        return self.config.num_attention_heads // self.model.embed_tokens.tp.size
+
+    @property
     def rows_sent(self) -> int:
         """Rows sent to experts of other ranks since start."""
         return self.model.exchange.rows_sent

@@ -8,7 +8,8 @@ import zlib
 import torch
 from torch import Tensor, nn
 
-from rose_dist.kernels.mxfp4 import MAGNITUDES, SCALE_BIAS
+from rose_dist.kernels.mxfp4 import BLOCK, MAGNITUDES, SCALE_BIAS
+from rose_dist.kernels.mxfp4_layout import CODE_BYTES, EXPONENT_BIAS
 
 _RMS_OF_UNIFORM_CODES = math.sqrt(sum(m * m for m in MAGNITUDES) / 8)
 
@@ -33,13 +34,20 @@ def _fill(name: str, parameter: Tensor, generator: torch.Generator) -> None:
         parameter.zero_()
     elif name.endswith(("bias", "_bias")):
         parameter.normal_(std=0.1, generator=generator)
-    elif name.endswith("blocks"):
-        parameter.random_(0, 256, generator=generator)
-    elif name.endswith("scales"):
-        inputs = 32 * parameter.shape[-1]
-        middle = SCALE_BIAS + round(math.log2(1 / (math.sqrt(inputs) * _RMS_OF_UNIFORM_CODES)))
-        parameter.random_(middle - 1, middle + 2, generator=generator)
+    elif name.endswith("proj.data"):
+        _fill_packed(parameter, generator)
+    elif name.endswith("rescale"):
+        parameter.fill_(1.0)
     elif name.endswith(("embed_tokens.weight", "sinks")):
         parameter.normal_(generator=generator)
     else:
         parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
+
+
+def _fill_packed(data: Tensor, generator: torch.Generator) -> None:
+    """Uniform codes, and scales within a factor of 2 of what makes an output of unit inputs have unit variance."""
+    inputs = data.shape[2] * BLOCK
+    middle = round(math.log2(1 / (math.sqrt(inputs) * _RMS_OF_UNIFORM_CODES))) + EXPONENT_BIAS + SCALE_BIAS
+    for expert in data:
+        expert.view(torch.int64).random_(generator=generator)
+        expert[..., CODE_BYTES:].random_(middle - 1, middle + 2, generator=generator)

@@ -29,7 +29,7 @@ from rose_dist.kernels.dsl import (
     range_constexpr,
 )  # fmt: skip
 from rose_dist.kernels.expert_slots import PackedLayout
-from rose_dist.kernels.mxfp4_layout import CODE_BYTES, TILE_BYTES, TILE_ROWS
+from rose_dist.kernels.mxfp4_layout import CODE_BYTES, TILE_BYTES
 from rose_dist.kernels.variants import WARP, StreamTiling
 
 SEGMENTS = 64
@@ -222,17 +222,13 @@ class ExpertLinear(jit.Kernel):
                 chunk = segment - starts[expert]
                 count = vector.scalar(counts + Int64(expert) * 4, Int32)[0] - chunk * rows
                 segments[0][segment - base] = Int32(expert)
-                segments[1][segment - base] = (
-                    Int32(vector.scalar(offsets + Int64(expert) * 8, Int64)[0]) + chunk * rows
-                )
+                segments[1][segment - base] = Int32(vector.scalar(offsets + Int64(expert) * 8, Int64)[0]) + chunk * rows
                 segments[2][segment - base] = vector.min_of(count, Int32(rows))
                 segments[3][segment - base] = vector.scalar(rescale + Int64(expert) * 4, Int32)[0]
         cute.arch.sync_threads()
 
     @cute.jit
-    def source(
-        self, weights: Int64, experts: cute.Tensor, segment: Int32, tile: Int32, end: Int32
-    ) -> Int64:
+    def source(self, weights: Int64, experts: cute.Tensor, segment: Int32, tile: Int32, end: Int32) -> Int64:
         """Where an item's 32 rows of weights start; anywhere behind the last segment."""
         source = weights
         if segment < end:
@@ -284,9 +280,7 @@ class ExpertLinear(jit.Kernel):
         """Where this lane reads x of each 8 rows: its own row's, or the last one's in place of any beyond."""
         tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
         at = shared + tiling.row_offset + buffer * (tiling.rows * tiling.row_stride) + lane % 4 * 16
-        return [
-            at + vector.min_of(lane // 4 + 8 * i, count - 1) * tiling.row_stride for i in range(tiling.row_tiles)
-        ]
+        return [at + vector.min_of(lane // 4 + 8 * i, count - 1) * tiling.row_stride for i in range(tiling.row_tiles)]
 
     def multiply(self, shared: Any, rows: Any, index: Any, step: int, sums: Any) -> Any:
         """Add a step's products: decoded weights · x, 16 outputs by 8 rows at a time."""
