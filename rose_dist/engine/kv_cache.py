@@ -63,7 +63,6 @@ class KVCache:
                 pool.hold(block)
                 table.blocks.append(block)
         request.computed = blocks * self.block_size
-        request.published = blocks
 
     def _longest_match(self, hashes: Sequence[BlockHash]) -> int:
         """Blocks of the longest beginning of which every group still has what it would read."""
@@ -99,12 +98,30 @@ class KVCache:
             table.blocks.extend(pool.allocate() for _ in range(wanted - table.end))
         return True
 
+    def place(self, request: Request, computed: int) -> bool:
+        """Room for the first `computed` tokens of a request that holds nothing, and for the next one, as if they had
+        been computed here; somebody else puts keys and values there. False, and nothing changed, if there is none.
+        """
+        for group, _, table in self._held(request):
+            table.first = self._first_needed(group, computed)
+        if not self.grow(request, computed + 1):
+            self.free(request)
+            return False
+        request.computed = computed
+        self._extend_hashes(request, computed)
+        return True
+
     def advance(self, request: Request, computed: int) -> None:
         """The request's tokens up to `computed` are in the cache, or will be before any later step reads them: share
         full blocks, let go of unneeded ones.
         """
+        before = request.computed // self.block_size
         request.computed = computed
-        self.publish(request)
+        if self.prefix_cache:
+            self._extend_hashes(request, computed)
+            for _, pool, table in self._held(request):
+                for index in range(max(before, table.first), computed // self.block_size):
+                    pool.publish(table.blocks[index - table.first], request.hashes[index])
         for group, pool, table in self._held(request):
             needed = min(self._first_needed(group, computed), table.end)
             for block in table.blocks[: needed - table.first]:
@@ -112,17 +129,6 @@ class KVCache:
             if needed > table.first:
                 del table.blocks[: needed - table.first]
                 table.first = needed
-
-    def publish(self, request: Request) -> None:
-        """Let others find the request's full blocks whose tokens are all known."""
-        end = min(request.computed, request.known) // self.block_size
-        if not self.prefix_cache or end <= request.published:
-            return
-        self._extend_hashes(request, end * self.block_size)
-        for _, pool, table in self._held(request):
-            for index in range(max(request.published, table.first), end):
-                pool.publish(table.blocks[index - table.first], request.hashes[index])
-        request.published = end
 
     def free(self, request: Request) -> None:
         """Take everything from the request. Its content stays findable until the blocks are needed."""
@@ -132,7 +138,7 @@ class KVCache:
                 pool.release(block)
             table.blocks.clear()
             table.first = 0
-        request.computed = request.published = 0
+        request.computed = 0
 
     def _first_needed(self, group: GroupSpec, computed: int) -> int:
         """Index of the first block that the token at position `computed` reads."""

@@ -33,7 +33,6 @@ class Request:
     seed: drawn when the client gave none.
     tokens: prompt and output. The last may be one that a step still under way samples: −1 − its row there.
     computed: how many of `tokens` have their keys and values in the cache, once the steps under way have ended.
-    published: how many of its blocks others can find.
     grammar: what the output must match, at the place it has reached.
     done: it has ended, and what a step still under way finds for it is dropped.
     """
@@ -45,7 +44,6 @@ class Request:
     tables: list[BlockTable]
     tokens: list[int] = field(init=False)
     computed: int = 0
-    published: int = 0
     cached_tokens: int = 0
     hashes: list[BlockHash] = field(default_factory=list)
     stop_ids: frozenset[int] = field(init=False)
@@ -76,11 +74,6 @@ class Request:
     def remaining(self) -> int:
         """Tokens whose keys and values are still to be computed; 1 while decoding."""
         return len(self.tokens) - self.computed
-
-    @property
-    def known(self) -> int:
-        """Tokens that the host knows."""
-        return len(self.tokens) - (self.tokens[-1] < 0)
 
     @property
     def complete(self) -> bool:

@@ -63,6 +63,16 @@ class Scheduler:
         self.waiting.append(Request(client, generate, limit, seed, self.kv.empty_tables(), grammar=grammar))
         return None
 
+    def adopt(self, client: bytes, generate: Generate) -> None:
+        """Run a request at once whose prompt's keys and values, the last token's excepted, are in the cache by other
+        means. There must be room.
+        """
+        limit = len(generate.prompt) + (generate.max_tokens or 1)
+        request = Request(client, generate, limit, generate.sampling.seed or 0, self.kv.empty_tables())
+        if not self.kv.place(request, len(generate.prompt) - 1):
+            raise ValueError(f"no room in the KV cache for {len(generate.prompt)} more tokens")
+        self.running.append(request)
+
     def _open_places(self) -> int:
         return max(0, self.config.max_running - len(self.running))
 
@@ -155,8 +165,8 @@ class Scheduler:
         )
 
     def launched(self, plan: Plan) -> None:
-        """The step is under way: its tokens count as computed, and those that it samples as there, though unknown. One
-        more step may be planned before `complete`.
+        """The step is under way, and the one before is complete: its tokens count as computed, and those that it samples
+        as there, though unknown. One more step may be planned before `complete`.
         """
         row = 0
         for request, sequence in zip(plan.requests, plan.step.sequences, strict=True):
@@ -191,9 +201,7 @@ class Scheduler:
             finish = "stop"
         elif position + 1 >= request.limit:
             finish = "length"
-        if finish is None:
-            self.kv.publish(request)
-        else:
+        if finish is not None:
             self._end(request)
         return Output(
             request_id=request.id,

@@ -1,4 +1,4 @@
-"""The GPU's way of stepping, on a CPU: inputs at fixed places, padded batches, plans made one step ahead of the tokens."""
+"""The GPU's way of stepping, on a CPU: inputs at fixed places, padded batches, steps planned before tokens are known."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def test_seeded_sampling_penalties_and_logprobs_stay_the_same(tiny: Path, way: d
             prompt=random_prompt(20, i),
             sampling=SamplingParams(
                 temperature=0.5 * (i % 4), top_p=(1.0, 0.9)[i % 2], top_k=(0, 40, 0, 5)[i % 4], seed=i,
-                frequency_penalty=(0.0, 0.4)[i % 2], repetition_penalty=(1.0, 1.2)[i % 3 == 0], logprobs=(None, 2)[i % 2],
+                frequency_penalty=(0.0, 0.4)[i % 2], repetition_penalty=(1.0, 1.2)[i % 3 == 0],
+                logprobs=(None, 2)[i % 2],
             ),
             max_tokens=12 + i,
             min_tokens=i,
