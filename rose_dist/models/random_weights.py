@@ -23,7 +23,8 @@ def fill_randomly(model: nn.Module, seed: int = 0) -> None:
     to the same experts.)
     """
     for name, parameter in model.named_parameters():
-        generator = torch.Generator(parameter.device).manual_seed(seed << 32 | zlib.crc32(name.encode()))
+        # A CPU's generator takes 32 bits of its seed.
+        generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         _fill(name, parameter, generator)
 
 
