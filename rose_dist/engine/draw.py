@@ -56,12 +56,14 @@ class DrawRules:
         chosen = [requests[row].generate.sampling for row in rows]
 
         def column(name: str, dtype: torch.dtype) -> Tensor:
-            return torch.tensor([[getattr(sampling, name)] for sampling in chosen], dtype=dtype).to(device)
+            return torch.tensor([[getattr(sampling, name)] for sampling in chosen], dtype=dtype).to(
+                device, non_blocking=True
+            )
 
         return DrawRules(
             kind,
             rows,
-            torch.tensor(rows).to(device),
+            torch.tensor(rows).to(device, non_blocking=True),
             column("temperature", torch.float64),
             column("top_k", torch.int64),
             column("top_p", torch.float64),

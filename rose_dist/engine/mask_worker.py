@@ -28,7 +28,8 @@ class Masks:
     def apply(self, logits: Tensor) -> None:
         """−inf where a grammar does not allow the token, in place."""
         forbidden = self.forbidden[:, : logits.shape[1]].to(logits.device, non_blocking=True)
-        logits[self.rows] = logits[self.rows].masked_fill_(forbidden, -torch.inf)
+        rows = torch.tensor(self.rows).to(logits.device, non_blocking=True)
+        logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)
 
 
 class MaskWorker:

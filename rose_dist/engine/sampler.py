@@ -99,7 +99,7 @@ class _Rules:
             list(requests),
             [row for row, request in enumerate(requests) if adjusts(request)],
             DrawRules.groups(requests, logits.device),
-            torch.tensor(list(wanted), dtype=torch.int64).to(logits.device),
+            torch.tensor(list(wanted), dtype=torch.int64).to(logits.device, non_blocking=True),
             wanted,
         )
 

@@ -165,7 +165,7 @@ class Scheduler:
         )
 
     def launched(self, plan: Plan) -> None:
-        """The step is under way, and the one before is complete: its tokens count as computed, and those that it samples
+        """The step is under way and the one before is complete. Its tokens count as computed, and those that it samples
         as there, though unknown. One more step may be planned before `complete`.
         """
         row = 0

@@ -1,4 +1,4 @@
-"""The GPU's way of stepping, on a CPU: inputs at fixed places, padded batches, steps planned before tokens are known."""
+"""The GPU's way of stepping, on a CPU: inputs at fixed places, padded batches, plans ahead of the tokens."""
 
 from __future__ import annotations
 
