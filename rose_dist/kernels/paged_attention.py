@@ -111,11 +111,11 @@ def decode(
 
     group = query_heads // key_heads
     device = launch.device(q)
-    launcher = cute.launcher(device.arch, q.dtype, head_dim, group > 8)
+    launcher = cute.launcher(device.arch, q.dtype, head_dim, group > 8, block_size // TILE)
     launch.run(
         launcher, q, q, q.stride(0), keys, values, keys.stride(0), keys.stride(1), tables, tables.stride(0), first,
         lengths, rows, sinks, out, workspace.partials, workspace.counters, requests, key_heads, group,
-        block_size // TILE, UNLIMITED if window is None else window, workspace.partials.shape[2], scale * LOG2_E,
+        UNLIMITED if window is None else window, workspace.partials.shape[2], scale * LOG2_E,
         device.sms,
     )  # fmt: skip
     return out

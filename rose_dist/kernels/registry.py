@@ -162,7 +162,7 @@ def _moe(arch: Arch) -> Iterator[Kernel]:
 def _attention(arch: Arch) -> Iterator[Kernel]:
     for head_dim in HEAD_DIMS:
         for wide_group in (False, True):
-            yield DecodeAttention(arch, torch.bfloat16, head_dim, wide_group)
+            yield DecodeAttention(arch, torch.bfloat16, head_dim, wide_group, block_tiles=1)
 
 
 def _all_reduces(arch: Arch) -> Iterator[Kernel]:

@@ -81,7 +81,7 @@ def right(monkeypatch: pytest.MonkeyPatch, weakening: Weakening | None, seed: in
 
 
 def test_each_weakening_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = emulation.compiled(DecodeAttention(HOPPER, torch.bfloat16, 64, False))
+    host = emulation.compiled(DecodeAttention(HOPPER, torch.bfloat16, 64, False, 1))
     (program,) = host.programs.values()
     assert right(monkeypatch, None, 0)
     found = {str(w): w for w in weakenings(program) if "griddepcontrol" not in w.text}

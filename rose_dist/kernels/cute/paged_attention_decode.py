@@ -38,8 +38,8 @@ NOTHING = -1e30
 
 
 @cache
-def launcher(arch: Arch, dtype: torch.dtype, head_dim: int, wide_group: bool) -> jit.Launcher:
-    return jit.load(DecodeAttention(arch, dtype, head_dim, wide_group))
+def launcher(arch: Arch, dtype: torch.dtype, head_dim: int, wide_group: bool, block_tiles: int) -> jit.Launcher:
+    return jit.load(DecodeAttention(arch, dtype, head_dim, wide_group, block_tiles))
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ class DecodeAttention(jit.Kernel):
     head_dim: int
     wide_group: bool
     """More than 8 query heads a key head."""
+    block_tiles: int
+    """Tiles a cache block."""
 
     @property
     def rows(self) -> int:
@@ -105,14 +107,14 @@ class DecodeAttention(jit.Kernel):
         self, q: Int64, q_stride: Int64, keys: Int64, values: Int64, slot_stride: Int64, head_stride: Int64,
         tables: Int64, table_stride: Int64, first_blocks: Int64, lengths: Int64, live_rows: Int64, sinks: Int64,
         out: Int64, partials: Int64, counters: Int64, requests: Int32, key_heads: Int32, group: Int32,
-        block_tiles: Int32, window: Int32, most_splits: Int32, scale: Float32, sms: Int32, stream: Stream,
+        window: Int32, most_splits: Int32, scale: Float32, sms: Int32, stream: Stream,
     ) -> None:  # fmt: skip
-        """Strides in elements; `scale` is that of the scores times log2 e; `block_tiles`: tiles a cache block."""
+        """Strides in elements; `scale` is that of the scores times log2 e."""
         items = requests * key_heads * most_splits
         blocks = vector.min_of(items, sms * self.blocks_per_sm)
         self.kernel(
             q, q_stride, keys, values, slot_stride, head_stride, tables, table_stride, first_blocks, lengths, live_rows,
-            sinks, out, partials, counters, requests, key_heads, group, block_tiles, window, most_splits, scale,
+            sinks, out, partials, counters, requests, key_heads, group, window, most_splits, scale,
         ).launch(
             grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True,
             min_blocks_per_mp=self.blocks_per_sm, preferred_smem_carveout=100,
@@ -123,7 +125,7 @@ class DecodeAttention(jit.Kernel):
         self, q: Int64, q_stride: Int64, keys: Int64, values: Int64, slot_stride: Int64, head_stride: Int64,
         tables: Int64, table_stride: Int64, first_blocks: Int64, lengths: Int64, live_rows: Int64, sinks: Int64,
         out: Int64, partials: Int64, counters: Int64, requests: Int32, key_heads: Int32, group: Int32,
-        block_tiles: Int32, window: Int32, most_splits: Int32, scale: Float32,
+        window: Int32, most_splits: Int32, scale: Float32,
     ) -> None:  # fmt: skip
         ring = cute.arch.alloc_smem(Uint32, WARPS * self.warp_bytes // 4, alignment=16)
         arrived = cute.make_tensor(cute.arch.alloc_smem(Uint32, 1), cute.make_layout(1))
@@ -160,7 +162,7 @@ class DecodeAttention(jit.Kernel):
                     keys + Int64(head) * head_stride * self.dtype.itemsize,
                     values + Int64(head) * head_stride * self.dtype.itemsize, slot_stride,
                     tables + (Int64(row) * table_stride - self.first_block(first_blocks, row)) * 4, low, length, begin,
-                    end, group, block_tiles, scale,
+                    end, group, scale,
                 )  # fmt: skip
                 cute.arch.sync_threads()
                 self.finish(
@@ -201,7 +203,7 @@ class DecodeAttention(jit.Kernel):
     @cute.jit
     def attend(
         self, ring: cute.Pointer, q: Int64, keys: Int64, values: Int64, slot_stride: Int64, table: Int64, low: Int32,
-        high: Int32, begin: Int32, end: Int32, group: Int32, block_tiles: Int32, scale: Float32,
+        high: Int32, begin: Int32, end: Int32, group: Int32, scale: Float32,
     ) -> None:  # fmt: skip
         """This warp's share of tiles `begin` … `end` − 1, keys `low` … `high` − 1 of them; into shared memory."""
         thread = cute.arch.thread_idx()[0]
@@ -215,13 +217,14 @@ class DecodeAttention(jit.Kernel):
         weights.fill(0.0)
         tile = begin + warp
         count = vector.max_of((end - tile + (WARPS - 1)) // WARPS, Int32(0))
-        base = self.tile_slot(table, tile, end, block_tiles)
+        # All table entries are asked for before the first copy, which then waits once.
+        bases = [self.tile_slot(table, tile + stage * WARPS, end) for stage in range(self.stages)]
         for stage in range_constexpr(self.stages - 1):
             self.copy_tile(
-                mine + Uint32(stage * self.stage_bytes), keys, values, slot_stride, base, tile + stage * WARPS, low,
-                high, end,
+                mine + Uint32(stage * self.stage_bytes), keys, values, slot_stride, bases[stage], tile + stage * WARPS,
+                low, high, end,
             )  # fmt: skip
-            base = self.tile_slot(table, tile + (stage + 1) * WARPS, end, block_tiles)
+        base = bases[-1]
         queries = self.load_queries(q, group, lane)
         for i in cutlass.range(count, unroll=1):
             ahead = tile + (i + (self.stages - 1)) * WARPS
@@ -230,7 +233,7 @@ class DecodeAttention(jit.Kernel):
                 mine + Uint32((i + (self.stages - 1)) % self.stages * self.stage_bytes), keys, values, slot_stride,
                 base, ahead, low, high, end,
             )  # fmt: skip
-            base = self.tile_slot(table, ahead + WARPS, end, block_tiles)
+            base = self.tile_slot(table, ahead + WARPS, end)
             self.multiply(
                 mine + Uint32(i % self.stages * self.stage_bytes) + Uint32(lane * 16), queries, acc, largest, weights,
                 (tile + i * WARPS) * TILE, low, high, scale,
@@ -240,12 +243,12 @@ class DecodeAttention(jit.Kernel):
         self.store_result(mine, acc, largest, weights, lane)
 
     @cute.jit
-    def tile_slot(self, table: Int64, tile: Int32, end: Int32, block_tiles: Int32) -> Int64:
+    def tile_slot(self, table: Int64, tile: Int32, end: Int32) -> Int64:
         """The cache slot of a tile's first key; any for a tile beyond the last."""
         block = Int32(0)
         if tile < end:
-            block = vector.scalar(table + Int64(tile // block_tiles) * 4, Int32)[0]
-        return (Int64(block) * block_tiles + tile % block_tiles) * TILE
+            block = vector.scalar(table + Int64(tile // self.block_tiles) * 4, Int32)[0]
+        return (Int64(block) * self.block_tiles + tile % self.block_tiles) * TILE
 
     @cute.jit
     def copy_tile(
