@@ -162,7 +162,8 @@ def _moe(arch: Arch) -> Iterator[Kernel]:
 def _attention(arch: Arch) -> Iterator[Kernel]:
     for head_dim in HEAD_DIMS:
         for wide_group in (False, True):
-            yield DecodeAttention(arch, torch.bfloat16, head_dim, wide_group, block_tiles=1)
+            for cache_dtype in (torch.bfloat16, torch.float8_e4m3fn):
+                yield DecodeAttention(arch, torch.bfloat16, cache_dtype, head_dim, wide_group, block_tiles=1)
 
 
 def _all_reduces(arch: Arch) -> Iterator[Kernel]:
