@@ -46,10 +46,17 @@ class Shape:
     query_heads: int = 64
     key_heads: int = 8
     head_dim: int = 64
+    cache: torch.dtype = torch.bfloat16
 
     def __str__(self) -> str:
-        window = f" window {self.window}" if self.window else ""
-        return f"{self.requests} x {self.context}{window}, {self.query_heads}/{self.key_heads} x {self.head_dim}"
+        text = f"{self.requests} x {self.context}" + (f" window {self.window}" if self.window else "")
+        text += f", {self.query_heads}/{self.key_heads} x {self.head_dim}"
+        return text + (" fp8" if self.cache.itemsize == 1 else "")
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a key and a value, all heads."""
+        return 2 * self.key_heads * self.head_dim * self.cache.itemsize
 
     @property
     def seen(self) -> int:
@@ -58,8 +65,7 @@ class Shape:
     @property
     def bytes(self) -> int:
         """Keys and values that the queries see, queries and results."""
-        kv = self.requests * self.seen * self.key_heads * self.head_dim * 4
-        return kv + self.requests * self.query_heads * self.head_dim * 4
+        return self.requests * self.seen * self.token_bytes + self.requests * self.query_heads * self.head_dim * 4
 
 
 class Decoding:
@@ -69,10 +75,11 @@ class Decoding:
         self.shape = shape
         heads = (shape.key_heads, shape.head_dim)
         blocks = shape.requests * -(-shape.context // BLOCK)
-        held = blocks * BLOCK * shape.key_heads * shape.head_dim * 4
+        held = blocks * BLOCK * shape.token_bytes
         self.layers = max(1, min(MOST_CALLS, COLD_BYTES // shape.bytes, (24 << 30) // held))
         self.keys, self.values = (
-            torch.randn(self.layers, blocks * BLOCK, *heads, device=CUDA, dtype=torch.bfloat16) for _ in range(2)
+            torch.randn(self.layers, blocks * BLOCK, *heads, device=CUDA, dtype=torch.bfloat16).to(shape.cache)
+            for _ in range(2)
         )
         self.q = torch.randn(shape.requests, shape.query_heads, shape.head_dim, device=CUDA, dtype=torch.bfloat16)
         self.sinks = torch.randn(shape.query_heads, device=CUDA)
@@ -99,7 +106,9 @@ class Decoding:
             positions = torch.arange(self.shape.context - self.shape.seen, self.shape.context, device=CUDA)
             slots = self.tables[row, positions // BLOCK].long() * BLOCK + positions % BLOCK
             group = self.shape.query_heads // self.shape.key_heads
-            k, v = (x[0, slots].float().repeat_interleave(group, 1) for x in (self.keys, self.values))
+            # Not all operators know FP8, bytes they do.
+            k, v = (x[0].view(torch.uint8)[slots].view(x.dtype).float() for x in (self.keys, self.values))
+            k, v = (x.repeat_interleave(group, 1) for x in (k, v))
             scores = torch.einsum("hd,khd->hk", self.q[row].float(), k) * self.scale
             weights = torch.cat([scores, self.sinks[:, None]], 1).softmax(-1)[:, :-1]
             wanted = torch.einsum("hk,khd->hd", weights, v)
@@ -118,6 +127,8 @@ class Decoding:
         return self.keys.view(shape), self.values.view(shape)
 
     def peers(self, flashinfer: bool) -> Iterator[tuple[str, Callable[[int], Any]]]:
+        if self.shape.cache is not torch.bfloat16:
+            return
         if self.shape.window is None:
             keys, values = self.contiguous
 
@@ -197,6 +208,8 @@ def cases(rate: float, flashinfer: bool) -> Iterator[tuple[str, Callable[[], dic
     ]
     shapes += [Shape(1, 131072), Shape(1, 1024, None, 32, 4), Shape(1, 8192, None, 8, 1)]
     shapes += [Shape(requests, 8192, None, 64, 4, 128) for requests in (1, 32)]
+    fp8 = torch.float8_e4m3fn
+    shapes += [Shape(requests, context, cache=fp8) for context in (1024, 8192) for requests in (1, 32, 128)]
     for shape in shapes:
         yield f"decode {shape}", partial(decode_row, shape, rate, flashinfer)
     for tokens, prefix, sequences in ((1024, 0, 1), (4000, 0, 1), (1024, 8192, 1), (1024, 0, 8)):
