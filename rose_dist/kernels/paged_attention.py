@@ -65,7 +65,8 @@ def partial_floats(head_dim: int) -> int:
 def decode(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, first: Tensor | None, lengths: Tensor,
     sinks: Tensor | None, *, window: int | None, block_size: int, scale: float, out: Tensor | None = None,
-    rows: Tensor | None = None, workspace: DecodeWorkspace | None = None,
+    rows: Tensor | None = None, workspace: DecodeWorkspace | None = None, key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """Attention of one query a request, at the last of its tokens. Its key and value are in the cache already.
 
@@ -74,7 +75,8 @@ def decode(
 
     Args:
         q: bf16 [requests, query heads, head_dim], of requests in any distance, as in a fused projection's output.
-        keys, values: bf16 [slots, key heads, head_dim], one layer's cache; block b has slots from b · block_size on.
+        keys, values: bf16 or e4m3 [slots, key heads, head_dim], one layer's cache; block b has slots from
+            b · block_size on. With e4m3 queries and weights are multiplied as fp16, so |q| must stay below 65504.
         tables: int32 [requests, blocks], the blocks of a request's tokens in order. What a query does not see may be
             anything.
         first: int32 [requests], which of the request's blocks `tables[:, 0]` is; None: the first.
@@ -85,6 +87,7 @@ def decode(
         out: like `q`, dense.
         rows: int32 [1], live requests; those beyond give a result of 0 and their lengths and tables are not read.
         workspace: None: scratch memory is allocated, and zeroed by a launch of its own, on every call.
+        key_scale, value_scale: what stored keys and values are to be multiplied by.
 
     Returns:
         `out`, or a new tensor like it.
@@ -99,7 +102,8 @@ def decode(
     if requests == 0:
         return out
     if not q.is_cuda:
-        return _reference(q, keys, values, tables, first, lengths, sinks, window, block_size, scale, out, rows)
+        stored = (keys.float() * key_scale, values.float() * value_scale)
+        return _reference(q, *stored, tables, first, lengths, sinks, window, block_size, scale, out, rows)
     if workspace is None:
         context = tables.shape[1] * block_size if window is None else window + TILE
         workspace = DecodeWorkspace.allocate(
@@ -111,12 +115,12 @@ def decode(
 
     group = query_heads // key_heads
     device = launch.device(q)
-    launcher = cute.launcher(device.arch, q.dtype, head_dim, group > 8)
+    launcher = cute.launcher(device.arch, q.dtype, keys.dtype, head_dim, group > 8, block_size // TILE)
     launch.run(
         launcher, q, q, q.stride(0), keys, values, keys.stride(0), keys.stride(1), tables, tables.stride(0), first,
         lengths, rows, sinks, out, workspace.partials, workspace.counters, requests, key_heads, group,
-        block_size // TILE, UNLIMITED if window is None else window, workspace.partials.shape[2], scale * LOG2_E,
-        device.sms,
+        UNLIMITED if window is None else window, workspace.partials.shape[2], scale * key_scale * LOG2_E,
+        value_scale, device.sms,
     )  # fmt: skip
     return out
 
@@ -125,7 +129,7 @@ def _reference(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, first: Tensor | None, lengths: Tensor,
     sinks: Tensor | None, window: int | None, block_size: int, scale: float, out: Tensor, rows: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """In fp32, one request after another."""
+    """In fp32, one request after another; keys and values come as fp32."""
     group = q.shape[1] // keys.shape[1]
     live = q.shape[0] if rows is None else min(int(rows), q.shape[0])
     out.zero_()
@@ -134,7 +138,7 @@ def _reference(
         skipped = 0 if first is None else int(first[row])
         positions = torch.arange(max(0, length - (window or UNLIMITED)), length)
         slots = tables[row, positions // block_size - skipped].long() * block_size + positions % block_size
-        k, v = (x[slots].float().repeat_interleave(group, 1) for x in (keys, values))
+        k, v = (x[slots].repeat_interleave(group, 1) for x in (keys, values))
         scores = torch.einsum("hd,khd->hk", q[row].float(), k) * scale
         if sinks is not None:
             scores = torch.cat([scores, sinks[:, None]], 1)
@@ -168,9 +172,10 @@ def check_cache(keys: Tensor, values: Tensor, q: Tensor) -> None:
     """One layer's cache fits the queries."""
     for name, stored in (("keys", keys), ("values", values)):
         checks.shape(name, stored, None, None, q.shape[2])
-        checks.dtype(name, stored, q.dtype)
+        checks.dtype(name, stored, q.dtype, torch.float8_e4m3fn)
         checks.same_device(name, stored, q.device)
         checks.rows(name, stored)
+    checks.dtype("values", values, keys.dtype)
     if keys.stride() != values.stride() or keys.shape != values.shape:
         raise checks.fail("values", "must have the shape and strides of keys")
 

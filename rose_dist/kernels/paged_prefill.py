@@ -17,14 +17,15 @@ from rose_dist.kernels.paged_attention import check_cache, check_sinks, check_wi
 def prefill(
     q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, query_starts: Tensor, key_starts: Tensor,
     sinks: Tensor | None, *, most_queries: int, most_keys: int, window: int | None, scale: float,
-    out: Tensor | None = None,
+    out: Tensor | None = None, key_scale: float = 1.0, value_scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """Each sequence's queries are the last of its tokens: its last query sees its last key, the one before all keys but
     that, and so on. Keys before the chunk are a cached prefix or earlier chunks.
 
     Args:
         q: bf16 or fp16 [tokens, query heads, head_dim], sequence after sequence.
-        keys, values: [slots, key heads, head_dim], one layer's cache, the queries' own keys and values in it.
+        keys, values: of `q`'s dtype or e4m3 [slots, key heads, head_dim], one layer's cache, the queries' own keys and
+            values in it. e4m3 is widened to `q`'s dtype.
         slots: int64 [keys], the cache slots of each sequence's keys in order, sequence after sequence. With a window
             a sequence needs only those from window − 1 before its first query on.
         query_starts, key_starts: int32 [sequences + 1], where each sequence's queries and keys start; the last is the
@@ -32,6 +33,7 @@ def prefill(
         most_queries, most_keys: of one sequence, or more.
         window: tokens that a query sees, its own included; None: all.
         out: like `q`, dense.
+        key_scale, value_scale: what stored keys and values are to be multiplied by.
 
     Returns:
         `out`, or a new tensor like it. Rounded once before the sink and once after it.
@@ -46,13 +48,21 @@ def prefill(
     checks.same_device("out", out, q.device)
     if q.shape[0] == 0:
         return out
-    k, v = (x.index_select(0, slots) for x in (keys, values))
+    k, v = _gather(keys, slots, q.dtype), _gather(values, slots, q.dtype)
     flash = _flash if q.is_cuda else _flash_on_cpu
-    attended, lse = flash(q, k, v, query_starts, key_starts, most_queries, most_keys, window, scale)
+    attended, lse = flash(q, k, v, query_starts, key_starts, most_queries, most_keys, window, scale * key_scale)
     if sinks is None:
-        return out.copy_(attended)
-    share = torch.sigmoid(lse.t() - sinks)
+        return torch.mul(attended, value_scale, out=out)
+    share = torch.sigmoid(lse.t() - sinks) * value_scale
     return torch.mul(attended, share[..., None], out=out)
+
+
+def _gather(stored: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """[keys, key heads, head_dim] of the slots, as `dtype`."""
+    if stored.dtype == dtype:
+        return stored.index_select(0, slots)
+    # Not all operators know FP8, bytes they do.
+    return stored.view(torch.uint8).index_select(0, slots).view(stored.dtype).to(dtype)
 
 
 def _flash(

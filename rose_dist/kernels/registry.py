@@ -117,11 +117,12 @@ def _qk_norms(arch: Arch) -> Iterator[Kernel]:
         heads = (query_heads, key_heads, head_dim)
         counts = [max(size // (2 * width), 1) for size in ROTARY_BYTES.variants]
         for each in counts:
-            yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.NEOX, True, each)
-        yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.INTERLEAVED, True, counts[-1])
-        yield QKNormRope(arch, dtype, dtype, *heads, width, False, Rotary.NEOX, False, counts[-1])
+            yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.NEOX, dtype, each)
+            yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.NEOX, torch.float8_e4m3fn, each)
+        yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.INTERLEAVED, dtype, counts[-1])
+        yield QKNormRope(arch, dtype, dtype, *heads, width, False, Rotary.NEOX, None, counts[-1])
         if norm:
-            yield QKNormRope(arch, dtype, fp32, *heads, width, True, Rotary.NONE, False, 1)
+            yield QKNormRope(arch, dtype, fp32, *heads, width, True, Rotary.NONE, None, 1)
 
 
 def _activations(arch: Arch) -> Iterator[Kernel]:
@@ -162,7 +163,8 @@ def _moe(arch: Arch) -> Iterator[Kernel]:
 def _attention(arch: Arch) -> Iterator[Kernel]:
     for head_dim in HEAD_DIMS:
         for wide_group in (False, True):
-            yield DecodeAttention(arch, torch.bfloat16, head_dim, wide_group)
+            for cache_dtype in (torch.bfloat16, torch.float8_e4m3fn):
+                yield DecodeAttention(arch, torch.bfloat16, cache_dtype, head_dim, wide_group, block_tiles=1)
 
 
 def _all_reduces(arch: Arch) -> Iterator[Kernel]:

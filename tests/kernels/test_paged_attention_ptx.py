@@ -36,14 +36,17 @@ def test_tensor_cores_fed_by_asynchronous_copies(binaries: list[Binary]) -> None
         assert isinstance(kernel, DecodeAttention)
         assert binary.facts(compiled).stack_bytes == 0
         # A tile: 2 n-tiles · head_dim / 16 steps for the scores, head_dim / 8 n-tiles for the values.
-        assert text.count("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32") == kernel.head_dim // 4
+        kind = "f16" if kernel.tiles.fp8 else "bf16"
+        assert text.count(f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32") == kernel.head_dim // 4
+        assert text.count("mma.sync") == kernel.head_dim // 4
         sizes = re.findall(r"cp\.async\.c[ag]\S*\s+\[[^]]+\],\s*\[[^]]+\],\s*(\d+)", text)
-        assert set(sizes) == {"16"}
+        assert set(sizes) == {"16", str(kernel.tiles.value_bytes)}
         # The tiles before the loop, and one in it.
-        assert len(sizes) == kernel.stages * 2 * kernel.vectors
+        assert sum(map(int, sizes)) == kernel.stages * kernel.tiles.bytes // 32
         assert f"cp.async.wait_group {kernel.stages - 2}" in text
-        # No conversion of what was loaded, and nothing of it in global loads.
-        assert "cvt.f32.bf16" not in text
+        # bf16 goes as it is, e4m3 four at a time: its keys and its values.
+        conversions = text.count("cvt.rn.f16x2.e4m3x2")
+        assert conversions == (2 * 16 * kernel.head_dim // 2 // 32 if kernel.tiles.fp8 else 0)
 
 
 def test_nothing_is_touched_before_the_dependency_wait(binaries: list[Binary]) -> None:
@@ -81,7 +84,7 @@ def right(monkeypatch: pytest.MonkeyPatch, weakening: Weakening | None, seed: in
 
 
 def test_each_weakening_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = emulation.compiled(DecodeAttention(HOPPER, torch.bfloat16, 64, False))
+    host = emulation.compiled(DecodeAttention(HOPPER, torch.bfloat16, torch.bfloat16, 64, False, 1))
     (program,) = host.programs.values()
     assert right(monkeypatch, None, 0)
     found = {str(w): w for w in weakenings(program) if "griddepcontrol" not in w.text}

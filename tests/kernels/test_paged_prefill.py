@@ -35,12 +35,12 @@ class Chunks:
             torch.tensor([0, *counts]).cumsum(0).int() for counts in ([tokens for _, tokens in sizes], held)
         )
 
-    def attend(self, device: str, sinks: bool = True) -> torch.Tensor:
+    def attend(self, device: str, sinks: bool = True, **options: float) -> torch.Tensor:
         moved = (x.to(device) for x in (self.q, self.keys, self.values, self.slots, self.query_starts, self.key_starts))
         return prefill(
             *moved, self.sinks.to(device) if sinks else None,
             most_queries=max(tokens for _, tokens in self.sizes), most_keys=max(map(sum, self.sizes)),
-            window=self.window, scale=self.scale,
+            window=self.window, **{"scale": self.scale} | options,
         ).cpu()  # fmt: skip
 
     def exact(self, sinks: bool = True) -> torch.Tensor:
@@ -74,6 +74,19 @@ def test_chunks_with_and_without_a_prefix(device: str, heads: tuple[int, int, in
     chunks = Chunks([(0, 40), (33, 17), (50, 1), (3, 2)], heads, window)
     assert_close(chunks.attend(device), chunks.exact())
     assert_close(chunks.attend(device, sinks=False), chunks.exact(sinks=False))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_fp8_cache(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    chunks = Chunks([(0, 40), (33, 17)], (8, 2, 64), 20)
+    chunks.keys, chunks.values = (x.to(torch.float8_e4m3fn) for x in (chunks.keys, chunks.values))
+    attended = chunks.attend(device, scale=0.05, key_scale=4.0, value_scale=0.5)
+    without = chunks.attend(device, sinks=False, scale=0.05, key_scale=4.0, value_scale=0.5)
+    chunks.keys, chunks.values = chunks.keys.float(), chunks.values.float()
+    assert_close(attended, chunks.exact() * 0.5)
+    assert_close(without, chunks.exact(sinks=False) * 0.5)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -84,6 +85,49 @@ def test_all_of_it_into_a_paged_cache(gpu: Any, head_dim: int, rotary: Rotary, n
     untouched = sorted(set(range(12)) - set(slots.tolist()))
     assert (flat_keys[untouched] == -7).all()
     assert (flat_values[untouched] == -7).all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("norm", [False, True])
+def test_fp8_cache(gpu: Any, head_dim: int, norm: bool) -> None:
+    """Keys and values are rounded once, times the reciprocal scales, and saturate; NaN stays NaN."""
+    tokens, query_heads, key_heads = 3, 4, 2
+    q, k, v = (torch.randn(tokens, h, head_dim).bfloat16() for h in (query_heads, key_heads, key_heads))
+    v[0, 0, :5] = torch.tensor([1e4, -1e4, math.inf, math.nan, 2.0**-9])
+    weights = torch.randn(2, head_dim).bfloat16()
+    cos, sin = yarn_like(tokens, head_dim // 2)
+    slots = torch.tensor([7, -1, 4])
+    keys, values = (gpu.tensor(torch.zeros(8, key_heads, head_dim).to(torch.float8_e4m3fn)) for _ in range(2))
+    moved = gpu.tensor(q)
+    norms = (gpu.tensor(weights[0]), gpu.tensor(weights[1]), EPS) if norm else None
+    cache = PagedCache(keys, values, gpu.tensor(slots), key_scale=0.25, value_scale=0.5)
+    qk_norm_rope_cache(moved, gpu.tensor(k), gpu.tensor(v), cache, gpu.tensor(cos), gpu.tensor(sin), norm=norms)
+    assert_close(gpu.plain(moved), exact_rotary(exact_norm(q, weights[0]) if norm else q, cos, sin, Rotary.NEOX))
+    wanted = exact_rotary(exact_norm(k, weights[1]) if norm else k, cos, sin, Rotary.NEOX) * 4
+    stored_keys, stored_values = gpu.plain(keys), gpu.plain(values)
+    for token in (0, 2):
+        error = (stored_keys[slots[token]].double() - wanted[token]).abs()
+        assert (error <= wanted[token].abs() * 2**-4 + 2**-10 + 1e-5).all()
+        codes = (v[token].float() * 2).clamp(-448, 448).to(torch.float8_e4m3fn)
+        torch.testing.assert_close(stored_values[slots[token]].float(), codes.float(), rtol=0, atol=0, equal_nan=True)
+    untouched = [0, 1, 2, 3, 5, 6]
+    assert not stored_keys.view(torch.uint8)[untouched].any()
+    assert not stored_values.view(torch.uint8)[untouched].any()
+
+
+def test_fp8_cache_on_the_cpu_agrees(gpu: Any) -> None:
+    q, k, v = (torch.randn(5, h, 64).bfloat16() * 9 for h in (4, 2, 2))
+    cos, sin = yarn_like(5, 32)
+    slots = torch.tensor([3, 0, 11, -1, 6])
+    stored = []
+    for move in (lambda x: x, gpu.tensor):
+        blocks = (move(torch.zeros(3, 4, 2, 64).to(torch.float8_e4m3fn)) for _ in range(2))
+        cache = PagedCache(*blocks, move(slots), key_scale=0.1)
+        qk_norm_rope_cache(move(q.clone()), move(k), move(v), cache, move(cos), move(sin))
+        stored.append([gpu.plain(x).view(torch.uint8) for x in (cache.keys, cache.values)])
+    assert torch.equal(stored[0][1], stored[1][1])
+    # A rotated key on the edge between two codes may fall to either side.
+    assert (stored[0][0] != stored[1][0]).sum() <= 2
 
 
 @pytest.mark.parametrize("order", ["slots", "heads_first"])

@@ -17,6 +17,7 @@ from rose_dist.kernels.dsl import (
     Int32,
     Int64,
     Stream,
+    Uint16,
     const_expr,
     cute,
     range_constexpr,
@@ -29,7 +30,7 @@ THREADS = 128
 @cache
 def launcher(
     arch: Arch, dtype: torch.dtype, table_dtype: torch.dtype, query_heads: int, key_heads: int, head_dim: int,
-    vector_bytes: int, norm: bool, rotary: Rotary, cache: bool, heads_each: int,
+    vector_bytes: int, norm: bool, rotary: Rotary, cache: torch.dtype | None, heads_each: int,
 ) -> jit.Launcher:  # fmt: skip
     heads = (query_heads, key_heads, head_dim)
     return jit.load(QKNormRope(arch, dtype, table_dtype, *heads, vector_bytes, norm, rotary, cache, heads_each))
@@ -48,7 +49,8 @@ class QKNormRope(jit.Kernel):
     vector_bytes: int
     norm: bool
     rotary: Rotary
-    cache: bool
+    cache: torch.dtype | None
+    """The cache's dtype: that of q, or e4m3; None: no cache."""
     heads_each: int
     """Neighbouring heads, all of q, of k or of v, that a group of lanes takes."""
 
@@ -62,17 +64,24 @@ class QKNormRope(jit.Kernel):
         """Lanes a head."""
         return self.head_dim // (2 * self.count)
 
+    @property
+    def cache_bytes(self) -> int:
+        """Of an element of the cache."""
+        return (self.cache or self.dtype).itemsize
+
     @cute.jit
     def __call__(
         self, q: Int64, q_token: Int64, q_head: Int64, k: Int64, k_token: Int64, k_head: Int64, v: Int64,
         v_token: Int64, v_head: Int64, q_weight: Int64, k_weight: Int64, cos: Int64, sin: Int64, table_row: Int64,
         positions: Int64, slots: Int64, keys: Int64, values: Int64, cache_block: Int64, cache_slot: Int64,
-        cache_head: Int64, block_shift: Int32, items: Int32, eps: Float32, stream: Stream,
+        cache_head: Int64, block_shift: Int32, key_factor: Float32, value_factor: Float32, items: Int32, eps: Float32,
+        stream: Stream,
     ) -> None:  # fmt: skip
         heads_per_block = THREADS // self.lanes
         self.kernel(
             q, q_token, q_head, k, k_token, k_head, v, v_token, v_head, q_weight, k_weight, cos, sin, table_row,
-            positions, slots, keys, values, cache_block, cache_slot, cache_head, block_shift, items, eps,
+            positions, slots, keys, values, cache_block, cache_slot, cache_head, block_shift, key_factor, value_factor,
+            items, eps,
         ).launch(
             grid=[(items + (heads_per_block - 1)) // heads_per_block, 1, 1], block=[THREADS, 1, 1], stream=stream,
             use_pdl=True,
@@ -83,7 +92,7 @@ class QKNormRope(jit.Kernel):
         self, q: Int64, q_token: Int64, q_head: Int64, k: Int64, k_token: Int64, k_head: Int64, v: Int64,
         v_token: Int64, v_head: Int64, q_weight: Int64, k_weight: Int64, cos: Int64, sin: Int64, table_row: Int64,
         positions: Int64, slots: Int64, keys: Int64, values: Int64, cache_block: Int64, cache_slot: Int64,
-        cache_head: Int64, block_shift: Int32, items: Int32, eps: Float32,
+        cache_head: Int64, block_shift: Int32, key_factor: Float32, value_factor: Float32, items: Int32, eps: Float32,
     ) -> None:  # fmt: skip
         width, each = self.dtype.itemsize, self.heads_each
         groups = (self.query_heads + self.key_heads * (2 if self.cache else 1)) // each
@@ -97,7 +106,7 @@ class QKNormRope(jit.Kernel):
         key_head = vector.select(is_value, head - self.query_heads - self.key_heads, head - self.query_heads)
         base = vector.select(is_query, q + Int64(token) * q_token * width, k + Int64(token) * k_token * width)
         stride = vector.select(is_query, q_head, k_head)
-        if const_expr(self.cache):
+        if const_expr(self.cache is not None):
             base = vector.select(is_value, v + Int64(token) * v_token * width, base)
             stride = vector.select(is_value, v_head, stride)
         lane_bytes = lane * self.vector_bytes
@@ -107,48 +116,52 @@ class QKNormRope(jit.Kernel):
         cute.arch.griddepcontrol_launch_dependents()
         # What other addresses hang on comes first.
         table, slot = Int64(token), Int64(0)
-        if const_expr(self.cache):
+        if const_expr(self.cache is not None):
             if positions != 0:
                 table = vector.scalar(positions + Int64(token) * 8, Int64)[0]
             slot = vector.scalar(slots + Int64(token) * 8, Int64)[0]
         raw = [self.load_halves(source + Int64(i) * stride * width) for i in range(each)]
         turns = self.load_turns(cos, sin, table * table_row, lane) if self.rotary is not Rotary.NONE else None
-        target, target_stride = source, stride
-        if const_expr(self.cache):
+        target, target_step, factor = source, stride * width, Float32(1.0)
+        if const_expr(self.cache is not None):
             place = (slot >> Int64(block_shift)) * cache_block + Int64(key_head) * cache_head
             place += (slot & ((Int64(1) << Int64(block_shift)) - 1)) * cache_slot
-            stored = vector.select(is_value, values, keys) + place * width + lane_bytes
+            stored = vector.select(is_value, values, keys) + place * self.cache_bytes
+            stored += lane * (self.count * self.cache_bytes)
             target = vector.select(is_query, source, stored)
-            target_stride = vector.select(is_query, stride, cache_head)
+            target_step = vector.select(is_query, target_step, cache_head * self.cache_bytes)
+            factor = vector.select(is_value, value_factor, key_factor)
             slot = vector.select(is_query, Int64(0), slot)
         for i in range_constexpr(each):
-            self.finish(raw[i], weights, turns, target + Int64(i) * target_stride * width, is_value, slot >= 0, eps)
+            self.finish(
+                raw[i], weights, turns, target + Int64(i) * target_step, is_query, is_value, slot >= 0, factor, eps
+            )
 
     @cute.jit
     def finish(
-        self,
-        raw: list[Any],
-        weights: list[Any],
-        turns: list[Any],
-        target: Int64,
-        is_value: Boolean,
-        wanted: Boolean,
-        eps: Float32,
-    ) -> None:
-        """Norm, rotate and store one head; values are stored as they are."""
+        self, raw: list[Any], weights: list[Any], turns: list[Any], target: Int64, is_query: Boolean, is_value: Boolean,
+        wanted: Boolean, factor: Float32, eps: Float32,
+    ) -> None:  # fmt: skip
+        """Norm, rotate and store one head; values are neither normed nor rotated."""
         parts = [raw[0].to(Float32), raw[1].to(Float32)]
         if const_expr(self.norm):
             parts = self.normalise(parts, weights, eps)
         if const_expr(self.rotary is not Rotary.NONE):
             parts = self.rotate(parts, turns)
         if wanted:
-            if const_expr(self.cache):
+            if const_expr(self.cache is None):
+                self.write(target, parts)
+            elif const_expr(self.cache is self.dtype):
                 if is_value:
                     self.write(target, raw)
                 else:
                     self.write(target, parts)
-            else:
+            elif is_query:
                 self.write(target, parts)
+            elif is_value:
+                self.write_fp8(target, [half.to(Float32) for half in raw], factor)
+            else:
+                self.write_fp8(target, parts, factor)
 
     def load_halves(self, address: Any) -> Any:
         """This lane's vector of each half of a head."""
@@ -200,3 +213,10 @@ class QKNormRope(jit.Kernel):
         for i in range(2):
             offset = i * (self.head_dim // 2) * self.dtype.itemsize
             vector.store(address + offset, parts[i], TYPES[self.dtype], self.count, self.vector_bytes)
+
+    def write_fp8(self, address: Any, parts: Any, factor: Any) -> Any:
+        """Store both halves of a head times `factor` as e4m3, saturated."""
+        for i in range(2):
+            scaled = parts[i] * factor
+            pairs = [ptx.to_e4m3x2(scaled[k], scaled[k + 1]) for k in range(0, self.count, 2)]
+            vector.store_words(address + i * (self.head_dim // 2), pairs, Uint16, self.count)
