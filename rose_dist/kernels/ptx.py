@@ -197,6 +197,12 @@ def copy_to_shared(target: Any, source: Any, size: Any, barrier: Any, *, loc: An
     _asm(text, "r,l,r,r", None, Uint32(target), Int64(source), Uint32(size), Uint32(barrier), loc=loc, ip=ip)
 
 
+@dsl_user_op
+def fence_async_copies(*, loc: Any = None, ip: Any = None) -> None:
+    """What this thread knows to be written to global memory, its later asynchronous copies see too."""
+    _asm("fence.proxy.async.global;", "", None, loc=loc, ip=ip)
+
+
 # --- NVLink SHARP multicast: only on addresses of a multicast mapping -----------------------------------------------
 
 

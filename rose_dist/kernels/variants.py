@@ -243,7 +243,7 @@ EXPERT_SHAPES = Ranges(
         StreamShape(warps=15, steps=3, stages=4, rows=1, buffers=2, per_sm=2),
         StreamShape(warps=15, steps=3, stages=3, rows=4, buffers=1, per_sm=2),
         StreamShape(warps=15, steps=3, stages=6, rows=8, buffers=1),
-        StreamShape(warps=10, steps=3, stages=4, rows=16, buffers=1),
+        StreamShape(warps=15, steps=3, stages=4, rows=16, buffers=1),
     ),
 )
-"""By the rows that an expert may have."""
+"""By the rows that an expert may have. All have the same warps and steps, so a row gets the same bits from each."""

@@ -123,6 +123,7 @@ class ExpertLinear(jit.Kernel):
         if const_expr(self.early):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
+        ptx.fence_async_copies()
         for ahead in range_constexpr(tiling.buffers):
             self.fetch_rows(shared, x, segments, Int32(ahead), end)
         stage, parity = Int32(0), Int32(0)
