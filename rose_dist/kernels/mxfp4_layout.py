@@ -3,8 +3,8 @@
 A matrix [rows, columns] is cut into tiles of 32 rows by 32 columns, a scale block each, and a tile takes `TILE_BYTES`:
 
 - 512 bytes of codes, 16 for each lane of a warp. Lane 4g + q holds columns 8q … 8q + 7 of rows 2g, 2g + 1, 2g + 16 and
-  2g + 17 of the tile, a word each. As the left operand of `mma.m16n8k16`, the first two rows are its rows g and g + 8, so
-  both meet in one thread's results: a gate and its linear part, or two neighbouring outputs.
+  2g + 17 of the tile, a word each. As the left operand of `mma.m16n8k16`, the first two rows are its rows g and g + 8,
+  so both meet in one thread's results: a gate and its linear part, or two neighbouring outputs.
 - 32 bytes of scales, a word for each g, a byte for each of these four rows.
 
 In a word the four pairs of neighbouring codes have their bits where a shift or two bring both into the sign, the two
@@ -34,8 +34,8 @@ MAX_SCALE = 128
 """Largest scale byte whose product with 2^126 is a finite bfloat16."""
 
 _FIELDS = ((0, 1, 2, 9), (4, 5, 6, 13), (10, 11, 12, 19), (14, 7, 8, 15))
-"""Of the even code of each pair: where its mantissa bit, its two exponent bits (low, high) and its sign are in the word.
-The odd code's are 16 further, modulo 32."""
+"""Where the even code of each pair has its mantissa bit, exponent bits (low, high) and sign in the word. The odd
+code's are 16 further, modulo 32."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,9 @@ def _fit_scales(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, int]:
     shift = max(0, int(torch.where(live, wide, 0).max()) - MAX_SCALE)
     lowered = wide - shift
     if shift and bool((live & (lowered < 0)).any()):
-        raise checks.fail("scales", f"of one matrix span more than 2^{MAX_SCALE}; it can't be computed with in bfloat16")
+        raise checks.fail(
+            "scales", f"of one matrix span more than 2^{MAX_SCALE}; it can't be computed with in bfloat16"
+        )
     exponents = lowered.clamp(0, MAX_SCALE) + EXPONENT_BIAS
     return blocks, torch.where(nan, SCALE_NAN, exponents).to(torch.uint8), shift
 

@@ -249,7 +249,7 @@ def add_shared(address: Any, value: Any, *, loc: Any = None, ip: Any = None) -> 
     _asm(text, "r,r", None, Uint32(address), Uint32(value), loc=loc, ip=ip)
 
 
-# --- Tensor cores and packed words --------------------------------------------------------------------------------------
+# --- Tensor cores and packed words ------------------------------------------------------------------------------------
 
 
 @dsl_user_op

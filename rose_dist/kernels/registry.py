@@ -15,6 +15,7 @@ from rose_dist.kernels.cute.embedding import Embed
 from rose_dist.kernels.cute.moe_combine import VECTOR_BYTES, Combine
 from rose_dist.kernels.cute.moe_dispatch_decode import DispatchDecode
 from rose_dist.kernels.cute.moe_dispatch_prefill import AssignSlots, ScatterRows
+from rose_dist.kernels.cute.mxfp4_experts import ExpertLinear
 from rose_dist.kernels.cute.qk_norm import QKNormRope
 from rose_dist.kernels.cute.quantize import Dequantize, Quantize, decoded_count
 from rose_dist.kernels.cute.rms_norm import RMSNorm
@@ -24,6 +25,8 @@ from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.formats import FORMATS, FP8, MXFP8, BlockFormat, BlockOutput, Scale, ScaleLayout
 from rose_dist.kernels.jit import Kernel
 from rose_dist.kernels.moe_dispatch import DECODE_THREADS, SCATTER_SHAPE, SPLITS
+from rose_dist.kernels.mxfp4 import BLOCK
+from rose_dist.kernels.mxfp4_layout import TILE_BYTES, TILE_ROWS
 from rose_dist.kernels.qk_norm import Rotary
 from rose_dist.kernels.routing import Score
 from rose_dist.kernels.swiglu import Gate
@@ -31,9 +34,11 @@ from rose_dist.kernels.variants import (
     ACTIVATION_SHAPES,
     COUNTING_ROUTERS,
     DECODE_SHAPES,
+    EXPERT_SHAPES,
     ROTARY_BYTES,
     ROUTERS,
     ROW_SHAPES,
+    stream,
     tile,
 )  # fmt: skip
 
@@ -62,6 +67,9 @@ MOE_ROWS = (
 )
 """Experts, k, hidden, payload, fp32 scales, bias: GPT-OSS 20b and 120b, DeepSeek-V3 in bf16 and in FP8."""
 
+MXFP4_EXPERTS = ((32, 2880, 2880), (128, 2880, 2880))
+"""Experts, hidden, intermediate: GPT-OSS 20b and 120b."""
+
 MOE_LAYOUTS = (PackedLayout(), PackedLayout(128), PackedLayout(128, 128))
 """For own kernels, and DeepGEMM's contiguous and masked layouts."""
 
@@ -79,6 +87,7 @@ def _all(arch: Arch) -> Iterator[Kernel]:
     yield from _routers(arch)
     yield from _embeddings(arch)
     yield from _moe(arch)
+    yield from _mxfp4_experts(arch)
     yield from _all_reduces(arch)
     yield probe.GridBarriers(arch, repeats=100)
     yield probe.Primitives(arch, multicast=True)
@@ -154,6 +163,14 @@ def _moe(arch: Arch) -> Iterator[Kernel]:
         bf16 = torch.bfloat16
         for accumulate in (False, True):
             yield Combine(arch, k, hidden, bf16, bf16, bf16 if bias else None, accumulate, VECTOR_BYTES)
+
+
+def _mxfp4_experts(arch: Arch) -> Iterator[Kernel]:
+    for experts, hidden, intermediate in MXFP4_EXPERTS:
+        for shape in EXPERT_SHAPES.variants:
+            first, second = (stream(shape, columns // BLOCK, TILE_BYTES) for columns in (hidden, intermediate))
+            yield ExpertLinear(arch, experts, 2 * intermediate // TILE_ROWS, first, gated=True, early=False)
+            yield ExpertLinear(arch, experts, hidden // TILE_ROWS, second, gated=False, early=True)
 
 
 def _all_reduces(arch: Arch) -> Iterator[Kernel]:

@@ -2,8 +2,8 @@
 tensor cores.
 
 A block takes a run of items, each 32 rows of an expert's matrix times up to `rows` rows of x. One warp feeds the others
-through a ring in shared memory by bulk copies, across the borders of items. The others share an item's columns, always in the
-same way, so that no result depends on which rows came along; their sums meet in shared memory.
+through a ring in shared memory by bulk copies, across the borders of items. The others share an item's columns, always
+in the same way, so that no result depends on which rows came along; their sums meet in shared memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rose_dist.kernels.dsl import (
     range_constexpr,
 )  # fmt: skip
 from rose_dist.kernels.expert_slots import PackedLayout
-from rose_dist.kernels.mxfp4_layout import CODE_BYTES, TILE_BYTES, TILE_ROWS
+from rose_dist.kernels.mxfp4_layout import CODE_BYTES, TILE_BYTES
 from rose_dist.kernels.variants import WARP, StreamTiling
 
 SEGMENTS = 64
@@ -242,9 +242,7 @@ class ExpertLinear(jit.Kernel):
         cute.arch.sync_threads()
 
     @cute.jit
-    def source(
-        self, weights: Int64, experts: cute.Tensor, segment: Int32, tile: Int32, end: Int32
-    ) -> Int64:
+    def source(self, weights: Int64, experts: cute.Tensor, segment: Int32, tile: Int32, end: Int32) -> Int64:
         """Where an item's 32 rows of weights start; anywhere behind the last segment."""
         source = weights
         if segment < end:
@@ -294,9 +292,7 @@ class ExpertLinear(jit.Kernel):
         """Where this lane reads x of each 8 rows: its own row's, or the last one's in place of any beyond."""
         tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
         at = shared + tiling.row_offset + buffer * (tiling.rows * tiling.row_stride) + lane % 4 * 16
-        return [
-            at + vector.min_of(lane // 4 + 8 * i, count - 1) * tiling.row_stride for i in range(tiling.row_tiles)
-        ]
+        return [at + vector.min_of(lane // 4 + 8 * i, count - 1) * tiling.row_stride for i in range(tiling.row_tiles)]
 
     def multiply(self, shared: Any, rows: Any, stage: Any, step: int, sums: Any) -> Any:
         """Add a step's products: decoded weights · x, 16 outputs by 8 rows at a time."""
