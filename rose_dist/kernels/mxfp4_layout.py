@@ -147,7 +147,10 @@ def _codes_of_words(words: Tensor) -> Tensor:
     parts = []
     for even in _FIELDS:
         positions = [*even, *((at + 16) % 32 for at in even)]
-        parts.append(sum(((words >> at) & 1) << bit for bit, at in enumerate(positions)))
+        code = torch.zeros_like(words)
+        for bit, at in enumerate(positions):
+            code |= ((words >> at) & 1) << bit
+        parts.append(code)
     return torch.stack(parts, -1).to(torch.uint8)
 
 

@@ -151,6 +151,18 @@ def load_once_16b(address: Any, *, loc: Any = None, ip: Any = None) -> tuple[Any
 
 
 @dsl_user_op
+def load_early_16b(address: Any, *, loc: Any = None, ip: Any = None) -> tuple[Any, Any, Any, Any]:
+    """16 bytes that this kernel reads once, past L1, 256 bytes ahead into L2; stays before `griddepcontrol.wait`.
+
+    The assembler moves `load_once_16b` behind that wait.
+    """
+    kind = ir.Type.parse("!llvm.struct<(i32,i32,i32,i32)>")
+    text = "ld.global.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];"
+    words = _asm(text, "=r,=r,=r,=r,l", kind, Int64(address), loc=loc, ip=ip)
+    return _words(words, loc, ip)
+
+
+@dsl_user_op
 def load_16b(address: Any, *, loc: Any = None, ip: Any = None) -> tuple[Any, Any, Any, Any]:
     """16 bytes, past L1: for data that another block or GPU wrote before a flag that this thread has acquired."""
     kind = ir.Type.parse("!llvm.struct<(i32,i32,i32,i32)>")

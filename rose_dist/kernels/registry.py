@@ -20,6 +20,7 @@ from rose_dist.kernels.cute.qk_norm import QKNormRope
 from rose_dist.kernels.cute.quantize import Dequantize, Quantize, decoded_count
 from rose_dist.kernels.cute.rms_norm import RMSNorm
 from rose_dist.kernels.cute.routing import Route
+from rose_dist.kernels.cute.small_linear import COLUMNS, SmallLinear
 from rose_dist.kernels.cute.swiglu import GatedActivation
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.formats import FORMATS, FP8, MXFP8, BlockFormat, BlockOutput, Scale, ScaleLayout
@@ -35,6 +36,7 @@ from rose_dist.kernels.variants import (
     COUNTING_ROUTERS,
     DECODE_SHAPES,
     EXPERT_SHAPES,
+    LINEAR_SHAPES,
     ROTARY_BYTES,
     ROUTERS,
     ROW_SHAPES,
@@ -70,6 +72,9 @@ MOE_ROWS = (
 MXFP4_EXPERTS = ((32, 2880, 2880), (128, 2880, 2880))
 """Experts, hidden, intermediate: GPT-OSS 20b and 120b."""
 
+LINEAR_INPUTS = (2880, 4096)
+"""GPT-OSS's hidden size, and the width of its attention's output."""
+
 MOE_LAYOUTS = (PackedLayout(), PackedLayout(128), PackedLayout(128, 128))
 """For own kernels, and DeepGEMM's contiguous and masked layouts."""
 
@@ -88,6 +93,7 @@ def _all(arch: Arch) -> Iterator[Kernel]:
     yield from _embeddings(arch)
     yield from _moe(arch)
     yield from _mxfp4_experts(arch)
+    yield from _small_linears(arch)
     yield from _all_reduces(arch)
     yield probe.GridBarriers(arch, repeats=100)
     yield probe.Primitives(arch, multicast=True)
@@ -171,6 +177,14 @@ def _mxfp4_experts(arch: Arch) -> Iterator[Kernel]:
             first, second = (stream(shape, columns // BLOCK, TILE_BYTES) for columns in (hidden, intermediate))
             yield ExpertLinear(arch, experts, 2 * intermediate // TILE_ROWS, first, gated=True, early=False)
             yield ExpertLinear(arch, experts, hidden // TILE_ROWS, second, gated=False, early=True)
+
+
+def _small_linears(arch: Arch) -> Iterator[Kernel]:
+    for inputs in LINEAR_INPUTS:
+        for tiles, shape in enumerate(LINEAR_SHAPES.variants, 1):
+            warps = shape.warps_for(inputs // COLUMNS)
+            for wide in (False, True):
+                yield SmallLinear(arch, inputs, warps, shape.ahead, shape.per_sm, tiles, wide)
 
 
 def _all_reduces(arch: Arch) -> Iterator[Kernel]:

@@ -247,3 +247,23 @@ EXPERT_SHAPES = Ranges(
     ),
 )
 """By the rows that an expert may have. All have the same warps and steps, so a row gets the same bits from each."""
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """How a linear layer of few rows spreads 16 outputs over a block."""
+
+    warps: int
+    """Warps a block, at most; they share the inputs."""
+    ahead: int
+    """Runs of 32 inputs that a warp has in flight."""
+    per_sm: int
+    """Blocks that fit on an SM."""
+
+    def warps_for(self, runs: int) -> int:
+        """The largest divisor."""
+        return _divisor(runs, self.warps)
+
+
+LINEAR_SHAPES = Ranges((0, 9), (LinearShape(warps=9, ahead=4, per_sm=3), LinearShape(warps=9, ahead=4, per_sm=2)))
+"""By rows. All have the same warps, so a row gets the same bits from each."""

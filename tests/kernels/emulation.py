@@ -26,6 +26,7 @@ from rose_dist.kernels.cute import (
     quantize,
     rms_norm,
     routing,
+    small_linear,
     swiglu,
 )
 from tests.ptx.cutedsl import Compiled, compile_kernel
@@ -34,6 +35,7 @@ from tests.ptx.machine import Machine
 _CACHES = (
     rms_norm.launcher, quantize.quantizer, quantize.dequantizer, qk_norm.launcher, swiglu.launcher,
     routing.launcher, embedding.launcher, moe_combine.launcher, mxfp4_experts.launcher,
+    small_linear.launcher,
 )  # fmt: skip
 
 _EMPTY = torch.empty

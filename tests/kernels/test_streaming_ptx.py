@@ -1,4 +1,4 @@
-"""What the compiler made of the MXFP4 expert kernels in true shape. Spills of all kernels: test_registry."""
+"""What the compiler made of the kernels that stream weights, in true shape. Spills of all kernels: test_registry."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ pytest.importorskip("cutlass")
 from rose_dist.kernels import binary, jit, registry
 from rose_dist.kernels.arch import ARCHS, Arch
 from rose_dist.kernels.cute.mxfp4_experts import ExpertLinear
+from rose_dist.kernels.cute.small_linear import SmallLinear
 from rose_dist.kernels.jit import Binary
 
 REGISTERS = 65536
@@ -61,3 +62,18 @@ def test_the_second_layer_fetches_weights_before_it_waits(binaries: list[tuple[E
         assert ("cp.async.bulk" in before) == kernel.early
         assert "st.global" not in before
         assert kernel.early or "ld.global" not in before
+
+
+def test_small_linear_has_its_first_weights_under_way_before_it_waits(arch: Arch) -> None:
+    for kernel in registry._small_linears(arch):
+        assert isinstance(kernel, SmallLinear)
+        compiled = jit.compile_binary(kernel)
+        before, after = compiled.ptx.split("griddepcontrol.wait;")
+        weights = "ld.global.L1::no_allocate.L2::256B.v4.b32"
+        share = kernel.inputs // 32 // kernel.warps
+        assert before.count(weights) == 2 * kernel.ahead
+        assert after.count(weights) == 2 * (share - kernel.ahead)
+        assert after.count("mma.sync.aligned.m16n8k16") == 2 * share * kernel.row_tiles
+        assert "st.global" not in before
+        assert binary.facts(compiled).stack_bytes == 0
+        assert kernel.per_sm * kernel.warps * 32 * binary.facts(compiled).registers <= REGISTERS
