@@ -15,6 +15,7 @@ from typing import Any
 from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute.expert_slots import scan_starts, shared_integers
+from rose_dist.kernels.cute.mxfp4_operands import barrier, decode, load_shared, load_shared_floats, store_shared, wait
 from rose_dist.kernels.cute.swiglu import clamped_swiglu_value
 from rose_dist.kernels.dsl import (
     BFloat16,
@@ -34,8 +35,6 @@ from rose_dist.kernels.variants import WARP, StreamTiling
 
 SEGMENTS = 64
 """Most (expert, rows of x) pairs that one block may meet."""
-_PART_BYTES = WARP * 16
-_CODE_MASK = 0x81C081C0
 
 
 @cache
@@ -85,7 +84,7 @@ class ExpertLinear(jit.Kernel):
         starts = shared_integers(self.experts + 1)
         if thread < tiling.barriers:
             freed = (thread >= tiling.stages) & (thread < 2 * tiling.stages)
-            cute.arch.mbarrier_init(_barrier(shared, thread), vector.select(freed, Int32(tiling.warps), Int32(1)))
+            cute.arch.mbarrier_init(barrier(shared, thread), vector.select(freed, Int32(tiling.warps), Int32(1)))
         cute.arch.mbarrier_init_fence()
         if const_expr(not self.early):
             cute.arch.griddepcontrol_wait()
@@ -129,7 +128,7 @@ class ExpertLinear(jit.Kernel):
         stage, parity = Int32(0), Int32(0)
         for copy in range(tiling.stages, count + tiling.stages):
             # All warps are done with what the stage held, and with the rows of x that went with it.
-            _wait(_barrier(shared, stage + tiling.stages), parity)
+            wait(barrier(shared, stage + tiling.stages), parity)
             if copy < count:
                 self.fetch(shared, source, stage)
             source, segment, left = self.next_source(weights, segments[0], source, segment, left, end)
@@ -160,7 +159,7 @@ class ExpertLinear(jit.Kernel):
                     buffer = Int32(0)
                     row_parity ^= 1
                 expert, start, count, factor = [values[segment] for values in segments]
-                _wait(_barrier(shared, 2 * tiling.stages + buffer), row_parity)
+                wait(barrier(shared, 2 * tiling.stages + buffer), row_parity)
             biases = Uint32(0)
             if (bias != 0) & (part < tiling.parts):
                 pair = (expert * self.tiles + tile) * 16 + part // tiling.row_tiles * 8 + lane // 4
@@ -168,15 +167,15 @@ class ExpertLinear(jit.Kernel):
             rows = self.row_addresses(shared, buffer, count)
             sums = [[Float32(0.0)] * 4 for _ in range(tiling.parts)]
             for step in range_constexpr(tiling.steps):
-                _wait(_barrier(shared, stage), parity)
+                wait(barrier(shared, stage), parity)
                 sums = self.multiply(shared, rows, stage, step, sums)
                 cute.arch.sync_warp()
                 if lane == 0:
-                    cute.arch.mbarrier_arrive(_barrier(shared, stage + tiling.stages))
+                    cute.arch.mbarrier_arrive(barrier(shared, stage + tiling.stages))
                 stage, parity = self.next_stage(stage, parity)
             meeting = shared + (tiling.meeting_offset + meeting_set)
             for index in range_constexpr(tiling.parts):
-                _store_shared(meeting + ((warp * tiling.parts + index) * WARP + lane) * 16, sums[index])
+                store_shared(meeting + ((warp * tiling.parts + index) * WARP + lane) * 16, sums[index])
             cute.arch.barrier(barrier_id=1, number_of_threads=tiling.warps * WARP)
             for again in range_constexpr(0, tiling.parts, tiling.warps):
                 if part + again < tiling.parts:
@@ -268,9 +267,9 @@ class ExpertLinear(jit.Kernel):
         """Start a copy into the ring."""
         size = self.tiling.stage_bytes
         if cute.arch.thread_idx()[0] % WARP == 0:
-            barrier = _barrier(shared, stage)
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
-            ptx.copy_to_shared(shared + self.tiling.ring_offset + stage * size, source, size, barrier.toint())
+            full = barrier(shared, stage)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+            ptx.copy_to_shared(shared + self.tiling.ring_offset + stage * size, source, size, full.toint())
 
     @cute.jit
     def fetch_rows(self, shared: Int32, x: Int64, segments: list[cute.Tensor], segment: Int32, end: Int32) -> None:
@@ -278,15 +277,15 @@ class ExpertLinear(jit.Kernel):
         tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
         if segment < end:
             buffer = segment % tiling.buffers
-            barrier = _barrier(shared, 2 * tiling.stages + buffer)
+            full = barrier(shared, 2 * tiling.stages + buffer)
             count, size = segments[2][segment], tiling.columns * 64
             if lane == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, count * size)
+                cute.arch.mbarrier_arrive_and_expect_tx(full, count * size)
             cute.arch.sync_warp()
             if lane < count:
                 target = shared + tiling.row_offset + (buffer * tiling.rows + lane) * tiling.row_stride
                 row = Int64(segments[1][segment] + lane)
-                ptx.copy_to_shared(target, x + row * size, size, barrier.toint())
+                ptx.copy_to_shared(target, x + row * size, size, full.toint())
 
     def row_addresses(self, shared: Any, buffer: Any, count: Any) -> Any:
         """Where this lane reads x of each 8 rows: its own row's, or the last one's in place of any beyond."""
@@ -303,12 +302,12 @@ class ExpertLinear(jit.Kernel):
         sums = [list(part) for part in sums]
         for block in range(tiling.step_columns):
             column = warp * tiling.step_columns + block
-            codes = _load_shared(ring + column * TILE_BYTES + lane * 16, 4)
-            scales = _load_shared(ring + column * TILE_BYTES + CODE_BYTES + lane // 4 * 4, 1)[0]
+            codes = load_shared(ring + column * TILE_BYTES + lane * 16, 4)
+            scales = load_shared(ring + column * TILE_BYTES + CODE_BYTES + lane // 4 * 4, 1)[0]
             behind = (column + step * tiling.step_columns * tiling.warps) * 64
-            values = [_load_shared(row + behind, 4) for row in rows]
+            values = [load_shared(row + behind, 4) for row in rows]
             for half in range(2):
-                first, second = (_decode(codes[i], scales, i) for i in (2 * half, 2 * half + 1))
+                first, second = (decode(codes[i], scales, i) for i in (2 * half, 2 * half + 1))
                 for k in (0, 2):
                     left = (first[k], second[k], first[k + 1], second[k + 1])
                     for i, value in enumerate(values):
@@ -341,9 +340,9 @@ class ExpertLinear(jit.Kernel):
         target: where the segment's first row has the item's first result.
         """
         tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
-        sums = _load_shared_floats(meeting + (part * WARP + lane) * 16)
+        sums = load_shared_floats(meeting + (part * WARP + lane) * 16)
         for warp in range_constexpr(1, tiling.warps):
-            more = _load_shared_floats(meeting + ((warp * tiling.parts + part) * WARP + lane) * 16)
+            more = load_shared_floats(meeting + ((warp * tiling.parts + part) * WARP + lane) * 16)
             sums = [a + b for a, b in zip(sums, more, strict=True)]
         half, row = part // tiling.row_tiles, part % tiling.row_tiles * 8 + lane % 4 * 2
         scale = ptx.from_bits(Uint32(factor))
@@ -357,49 +356,3 @@ class ExpertLinear(jit.Kernel):
                 else:
                     vector.scalar(target, Uint32)[0] = ptx.to_bf16x2(even, odd)
             target += 16 * self.tiles * self.pair_bytes
-
-
-def _decode(word: Any, scales: Any, which: int) -> Any:
-    """A word's eight codes as four pairs of bfloat16, times the scale in byte `which` of `scales`."""
-    word = Uint32(word)
-    mask = Uint32(_CODE_MASK)
-    pairs = (
-        (word << Uint32(6)) & mask,
-        (word << Uint32(2)) & mask,
-        ptx.rotate_left(word, 28) & mask,
-        (word & Uint32(0x81808180)) | ((word >> Uint32(8)) & Uint32(0x00400040)),
-    )
-    scale = ptx.spread_byte(scales, which) << Uint32(7)
-    return [ptx.multiply_bf16x2(pair, scale) for pair in pairs]
-
-
-def _barrier(shared: Any, index: Any) -> Any:
-    return cute.make_ptr(Int64, shared + index * 8, cute.AddressSpace.smem, assumed_align=8)
-
-
-def _wait(barrier: Any, phase: Any) -> None:
-    """By whole warps, which tensor cores need together again afterwards."""
-    cute.arch.mbarrier_wait(barrier, phase)
-    cute.arch.sync_warp()
-
-
-def _shared(address: Any, dtype: Any, count: int) -> Any:
-    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=4 * count)
-    return cute.make_tensor(pointer, cute.make_layout(count))
-
-
-def _load_shared(address: Any, words: int) -> Any:
-    values = _shared(address, Uint32, words).load()
-    return [values[i] for i in range(words)]
-
-
-def _load_shared_floats(address: Any) -> Any:
-    values = _shared(address, Float32, 4).load()
-    return [values[i] for i in range(4)]
-
-
-def _store_shared(address: Any, values: Any) -> None:
-    registers = cute.make_rmem_tensor(4, Float32)
-    for i, value in enumerate(values):
-        registers[i] = value
-    _shared(address, Float32, 4).store(registers.load())
