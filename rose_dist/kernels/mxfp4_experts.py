@@ -14,8 +14,10 @@ from rose_dist.kernels.mxfp4_layout import TILE_BYTES, PackedMxfp4
 from rose_dist.kernels.swiglu import ALPHA, clamped_swiglu
 from rose_dist.kernels.variants import EXPERT_SHAPES, StreamShape, StreamTiling, stream
 
-MAX_SHARED_BYTES = 232448 - 8 * 1024
-"""A block's shared memory on Hopper and Blackwell, less what the kernels list segments in."""
+SHARED_BYTES = 232448
+"""A block's shared memory on Hopper and Blackwell."""
+MAX_SEGMENTS = 64 * 64
+"""Most (expert, rows of x at a time) pairs of a launch: each block has room for 64, and there are more SMs than 64."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,11 @@ def expert_linear(
 def tiling(weight: PackedMxfp4, shape: StreamShape) -> StreamTiling:
     """`shape` for a weight's columns. Raises `KernelArgumentError` where a block's shared memory can't hold it."""
     result = stream(shape, weight.columns // BLOCK, TILE_BYTES)
-    if result.shared_bytes > MAX_SHARED_BYTES:
+    needed = result.shared_bytes + 2048 + 8 * weight.experts
+    if needed > SHARED_BYTES:
         raise checks.fail(
-            "weight", f"has {weight.columns} columns, which take {result.shared_bytes} bytes of shared memory; "
-            f"there are {MAX_SHARED_BYTES}"
+            "weight", f"has {weight.experts} experts and {weight.columns} columns, which take {needed} bytes of shared "
+            f"memory; there are {SHARED_BYTES}"
         )  # fmt: skip
     return result
 
@@ -104,9 +107,13 @@ def _launch(
 ) -> None:  # fmt: skip
     if x.shape[0] == 0:
         return
-    device = launch.device(x)
-    launch_tiling(x, weight, bias, rows, out, tiling(weight, EXPERT_SHAPES.select(rows.most)), device,
-                  gated=gated, early=early, alpha=alpha, limit=limit)  # fmt: skip
+    shape = EXPERT_SHAPES.select(rows.most)
+    if weight.experts + x.shape[0] // shape.rows > MAX_SEGMENTS:
+        raise checks.fail("x", f"has {x.shape[0]} rows; at most {MAX_SEGMENTS - weight.experts} · {shape.rows} fit")
+    launch_tiling(
+        x, weight, bias, rows, out, tiling(weight, shape), launch.device(x), gated=gated, early=early, alpha=alpha,
+        limit=limit,
+    )  # fmt: skip
 
 
 def launch_tiling(

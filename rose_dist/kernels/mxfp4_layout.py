@@ -3,8 +3,8 @@
 A matrix [rows, columns] is cut into tiles of 32 rows by 32 columns, a scale block each, and a tile takes `TILE_BYTES`:
 
 - 512 bytes of codes, 16 for each lane of a warp. Lane 4g + q holds columns 8q … 8q + 7 of rows 2g, 2g + 1, 2g + 16 and
-  2g + 17 of the tile, a word each. As the left operand of `mma.m16n8k16`, the first two rows are its rows g and g + 8, so
-  both meet in one thread's results: a gate and its linear part, or two neighbouring outputs.
+  2g + 17 of the tile, a word each. As the left operand of `mma.m16n8k16`, the first two rows are its rows g and g + 8,
+  so both meet in one thread's results: a gate and its linear part, or two neighbouring outputs.
 - 32 bytes of scales, a word for each g, a byte for each of these four rows.
 
 In a word the four pairs of neighbouring codes have their bits where a shift or two bring both into the sign, the two
@@ -34,8 +34,8 @@ MAX_SCALE = 128
 """Largest scale byte whose product with 2^126 is a finite bfloat16."""
 
 _FIELDS = ((0, 1, 2, 9), (4, 5, 6, 13), (10, 11, 12, 19), (14, 7, 8, 15))
-"""Of the even code of each pair: where its mantissa bit, its two exponent bits (low, high) and its sign are in the word.
-The odd code's are 16 further, modulo 32."""
+"""Where the even code of each pair has its mantissa bit, exponent bits (low, high) and sign in the word. The odd
+code's are 16 further, modulo 32."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,10 @@ def _codes_of_words(words: Tensor) -> Tensor:
     parts = []
     for even in _FIELDS:
         positions = [*even, *((at + 16) % 32 for at in even)]
-        parts.append(sum(((words >> at) & 1) << bit for bit, at in enumerate(positions)))
+        code = torch.zeros_like(words)
+        for bit, at in enumerate(positions):
+            code |= ((words >> at) & 1) << bit
+        parts.append(code)
     return torch.stack(parts, -1).to(torch.uint8)
 
 

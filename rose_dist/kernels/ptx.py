@@ -151,6 +151,18 @@ def load_once_16b(address: Any, *, loc: Any = None, ip: Any = None) -> tuple[Any
 
 
 @dsl_user_op
+def load_early_16b(address: Any, *, loc: Any = None, ip: Any = None) -> tuple[Any, Any, Any, Any]:
+    """16 bytes that this kernel reads once, past L1, 256 bytes ahead into L2; stays before `griddepcontrol.wait`.
+
+    The assembler moves `load_once_16b` behind that wait.
+    """
+    kind = ir.Type.parse("!llvm.struct<(i32,i32,i32,i32)>")
+    text = "ld.global.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];"
+    words = _asm(text, "=r,=r,=r,=r,l", kind, Int64(address), loc=loc, ip=ip)
+    return _words(words, loc, ip)
+
+
+@dsl_user_op
 def load_16b(address: Any, *, loc: Any = None, ip: Any = None) -> tuple[Any, Any, Any, Any]:
     """16 bytes, past L1: for data that another block or GPU wrote before a flag that this thread has acquired."""
     kind = ir.Type.parse("!llvm.struct<(i32,i32,i32,i32)>")
@@ -195,6 +207,12 @@ def copy_to_shared(target: Any, source: Any, size: Any, barrier: Any, *, loc: An
     """
     text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
     _asm(text, "r,l,r,r", None, Uint32(target), Int64(source), Uint32(size), Uint32(barrier), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def fence_async_copies(*, loc: Any = None, ip: Any = None) -> None:
+    """What this thread knows to be written to global memory, its later asynchronous copies see too."""
+    _asm("fence.proxy.async.global;", "", None, loc=loc, ip=ip)
 
 
 # --- NVLink SHARP multicast: only on addresses of a multicast mapping -----------------------------------------------
@@ -243,7 +261,7 @@ def add_shared(address: Any, value: Any, *, loc: Any = None, ip: Any = None) -> 
     _asm(text, "r,r", None, Uint32(address), Uint32(value), loc=loc, ip=ip)
 
 
-# --- Tensor cores and packed words --------------------------------------------------------------------------------------
+# --- Tensor cores and packed words ------------------------------------------------------------------------------------
 
 
 @dsl_user_op

@@ -141,12 +141,14 @@ class StreamShape:
     """Warps that compute, at most; they share the columns. One more feeds them."""
     steps: int
     """Copies in which 32 matrix rows come, at most."""
-    depth: int
-    """Groups of 32 matrix rows in flight."""
+    stages: int
+    """Copies in flight."""
     rows: int
     """Rows of x that are multiplied at a time; the weights of an expert with more are streamed again."""
     buffers: int
     """Sets of such rows in shared memory."""
+    per_sm: int = 1
+    """Blocks that fit on an SM: with 2, a dependent launch's can fetch weights while this one's still compute."""
 
 
 @dataclass(frozen=True)
@@ -156,9 +158,10 @@ class StreamTiling:
     columns: int
     warps: int
     steps: int
-    depth: int
+    stages: int
     rows: int
     buffers: int
+    per_sm: int
     tile_bytes: int
     """Of 32 by 32 weights."""
 
@@ -172,7 +175,7 @@ class StreamTiling:
         return self.columns // self.warps // self.steps
 
     @property
-    def step_bytes(self) -> int:
+    def stage_bytes(self) -> int:
         return self.step_columns * self.warps * self.tile_bytes
 
     @property
@@ -191,13 +194,9 @@ class StreamTiling:
         return (self.columns | 1) * 64
 
     @property
-    def ring_barriers(self) -> int:
-        return self.depth * self.steps
-
-    @property
     def barriers(self) -> int:
         """8 bytes each, at the start: a copy has come, all warps are done with one, rows of x have come."""
-        return 2 * self.ring_barriers + self.buffers
+        return 2 * self.stages + self.buffers
 
     @property
     def row_offset(self) -> int:
@@ -210,7 +209,7 @@ class StreamTiling:
     @property
     def meeting_offset(self) -> int:
         """Where the warps' sums meet: two sets, used in turn."""
-        return self.ring_offset + self.depth * self.columns * self.tile_bytes
+        return self.ring_offset + self.stages * self.stage_bytes
 
     @property
     def meeting_bytes(self) -> int:
@@ -231,7 +230,7 @@ def stream(shape: StreamShape, columns: int, tile_bytes: int) -> StreamTiling:
     """`shape` applied to matrices of `columns` scale blocks a row: warps and steps are the largest divisors."""
     warps = _divisor(columns, shape.warps)
     steps = _divisor(columns // warps, shape.steps)
-    return StreamTiling(columns, warps, steps, shape.depth, shape.rows, shape.buffers, tile_bytes)
+    return StreamTiling(columns, warps, steps, shape.stages, shape.rows, shape.buffers, shape.per_sm, tile_bytes)
 
 
 def _divisor(value: int, at_most: int) -> int:
@@ -241,10 +240,30 @@ def _divisor(value: int, at_most: int) -> int:
 EXPERT_SHAPES = Ranges(
     (0, 2, 5, 9),
     (
-        StreamShape(warps=15, steps=2, depth=2, rows=1, buffers=2),
-        StreamShape(warps=15, steps=2, depth=2, rows=4, buffers=2),
-        StreamShape(warps=15, steps=2, depth=2, rows=8, buffers=1),
-        StreamShape(warps=10, steps=3, depth=1, rows=16, buffers=1),
+        StreamShape(warps=15, steps=3, stages=4, rows=1, buffers=2, per_sm=2),
+        StreamShape(warps=15, steps=3, stages=3, rows=4, buffers=1, per_sm=2),
+        StreamShape(warps=15, steps=3, stages=6, rows=8, buffers=1),
+        StreamShape(warps=15, steps=3, stages=4, rows=16, buffers=1),
     ),
 )
-"""By the rows that an expert may have."""
+"""By the rows that an expert may have. All have the same warps and steps, so a row gets the same bits from each."""
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """How a linear layer of few rows spreads 16 outputs over a block."""
+
+    warps: int
+    """Warps a block, at most; they share the inputs."""
+    ahead: int
+    """Runs of 32 inputs that a warp has in flight."""
+    per_sm: int
+    """Blocks that fit on an SM."""
+
+    def warps_for(self, runs: int) -> int:
+        """The largest divisor."""
+        return _divisor(runs, self.warps)
+
+
+LINEAR_SHAPES = Ranges((0, 9), (LinearShape(warps=9, ahead=4, per_sm=3), LinearShape(warps=9, ahead=4, per_sm=2)))
+"""By rows. All have the same warps, so a row gets the same bits from each."""

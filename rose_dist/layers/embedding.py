@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from rose_dist.comm.group import Group
 from rose_dist.kernels.embedding import embed
-from rose_dist.kernels.linear import linear
+from rose_dist.kernels.projection import project
 from rose_dist.layers.weights import Piece, Weight, copy_into, length, parameter, share
 
 
@@ -50,7 +50,7 @@ class OutputHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor | None:
         """[rows, hidden] → fp32 [rows, vocabulary] on the group's first rank, None on the others."""
-        logits = linear(hidden, self.weight).float()
+        logits = project(hidden, self.weight, out_dtype=torch.float32)
         if self.tp.size == 1:
             return logits
         widths = [length(share(self.shape[0], self.tp.size, rank)) for rank in range(self.tp.size)]

@@ -84,7 +84,7 @@ def _whole_warps(g: Gang, name: str) -> list[int]:
 
 
 def _row_lanes(g: Gang, name: str, count: int) -> tuple[Array, Array]:
-    """All lanes of the warps that are here [warps, 32], and of them those that give a row's address [warps * 8 count]."""
+    """Lanes of the warps that are here [warps, 32], and those of them that give an address [warps * 8 * count]."""
     lanes = np.array(_whole_warps(g, name))[:, None] + np.arange(WARP)
     return lanes, lanes[:, : 8 * count].reshape(-1)
 

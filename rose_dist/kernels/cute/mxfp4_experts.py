@@ -2,8 +2,8 @@
 tensor cores.
 
 A block takes a run of items, each 32 rows of an expert's matrix times up to `rows` rows of x. One warp feeds the others
-through a ring in shared memory by bulk copies, `depth` items ahead. The others share an item's columns, always in the
-same way, so that no result depends on which rows came along; their sums meet in shared memory.
+through a ring in shared memory by bulk copies, across the borders of items. The others share an item's columns, always
+in the same way, so that no result depends on which rows came along; their sums meet in shared memory.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute.expert_slots import scan_starts, shared_integers
+from rose_dist.kernels.cute.mxfp4_operands import barrier, decode, load_shared, load_shared_floats, store_shared, wait
 from rose_dist.kernels.cute.swiglu import clamped_swiglu_value
 from rose_dist.kernels.dsl import (
     BFloat16,
@@ -34,8 +35,6 @@ from rose_dist.kernels.variants import WARP, StreamTiling
 
 SEGMENTS = 64
 """Most (expert, rows of x) pairs that one block may meet."""
-_PART_BYTES = WARP * 16
-_CODE_MASK = 0x81C081C0
 
 
 @cache
@@ -70,7 +69,7 @@ class ExpertLinear(jit.Kernel):
         """
         self.kernel(weights, rescale, bias, x, counts, offsets, out, alpha, limit).launch(
             grid=[blocks, 1, 1], block=[self.tiling.threads, 1, 1], smem=self.tiling.shared_bytes, stream=stream,
-            use_pdl=True, min_blocks_per_mp=1,
+            use_pdl=True, min_blocks_per_mp=self.tiling.per_sm, preferred_smem_carveout=100,
         )  # fmt: skip
 
     @cute.kernel
@@ -83,23 +82,22 @@ class ExpertLinear(jit.Kernel):
         shared = Int32(cute.arch.get_dyn_smem(Uint8, alignment=128).toint())
         segments = [shared_integers(SEGMENTS) for _ in range(4)]
         starts = shared_integers(self.experts + 1)
-        ring = tiling.ring_barriers
         if thread < tiling.barriers:
-            freed = (thread >= ring) & (thread < 2 * ring)
-            cute.arch.mbarrier_init(_barrier(shared, thread), vector.select(freed, Int32(tiling.warps), Int32(1)))
+            freed = (thread >= tiling.stages) & (thread < 2 * tiling.stages)
+            cute.arch.mbarrier_init(barrier(shared, thread), vector.select(freed, Int32(tiling.warps), Int32(1)))
         cute.arch.mbarrier_init_fence()
         if const_expr(not self.early):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        self.count_segments(counts, starts)
-        items = starts[self.experts] * tiles
-        first = Int32(Int64(items) * block // blocks)
-        last = Int32(Int64(items) * (block + 1) // blocks)
-        base = first // tiles
-        end = (last + (tiles - 1)) // tiles
-        self.list_segments(counts, offsets, rescale, starts, segments, base, end)
+        mine = self.load_experts(counts, offsets, rescale)
+        self.count_segments(mine, starts)
+        items = Uint32(starts[self.experts] * tiles)
+        first = Int32(items * Uint32(block) // Uint32(blocks))
+        last = Int32(items * Uint32(block + 1) // Uint32(blocks))
+        base, end = first // tiles, (last + (tiles - 1)) // tiles
+        self.list_segments(mine, starts, segments, base, end)
         if cute.arch.make_warp_uniform(thread // WARP) == tiling.warps:
-            self.feed(shared, weights, x, segments, first, last, first - base * tiles, end - base)
+            self.feed(shared, weights, x, segments, last - first, first - base * tiles, end - base)
         else:
             if const_expr(self.early):
                 cute.arch.griddepcontrol_wait()
@@ -108,41 +106,38 @@ class ExpertLinear(jit.Kernel):
 
     @cute.jit
     def feed(
-        self, shared: Int32, weights: Int64, x: Int64, segments: list[cute.Tensor], first: Int32, last: Int32,
-        tile: Int32, end: Int32,
+        self, shared: Int32, weights: Int64, x: Int64, segments: list[cute.Tensor], items: Int32, tile: Int32,
+        end: Int32,
     ) -> None:  # fmt: skip
         """The feeding warp: copies of the weights of all items, and of x of the `end` segments."""
         tiling = self.tiling
-        segment, done_tile, done_segment = Int32(0), tile, Int32(0)
+        count, segment = items * tiling.steps, Int32(0)
+        left = (self.tiles - tile) * tiling.steps
+        done_segment, done_left = Int32(0), left
         source = self.source(weights, segments[0], segment, tile, end)
-        for ahead in range_constexpr(tiling.depth):
-            if first + ahead < last:
-                for step in range_constexpr(tiling.steps):
-                    self.fetch(shared, source, Int32(ahead * tiling.steps + step), step)
-            source, segment, tile = self.next_source(weights, segments[0], source, segment, tile, end)
+        for stage in range_constexpr(tiling.stages):
+            if stage < count:
+                self.fetch(shared, source, Int32(stage))
+            source, segment, left = self.next_source(weights, segments[0], source, segment, left, end)
         if const_expr(self.early):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
+        ptx.fence_async_copies()
         for ahead in range_constexpr(tiling.buffers):
             self.fetch_rows(shared, x, segments, Int32(ahead), end)
-        slot, parity = Int32(0), Int32(0)
-        for item in range(first + tiling.depth, last + (tiling.depth - 1)):
-            # All warps are done with the item that had the slot before: with its weights and with its x.
-            for step in range_constexpr(tiling.steps):
-                index = slot * tiling.steps + step
-                _wait(_barrier(shared, Int32(tiling.ring_barriers) + index), parity)
-                if item < last:
-                    self.fetch(shared, source, index, step)
-            source, segment, tile = self.next_source(weights, segments[0], source, segment, tile, end)
-            done_tile += 1
-            if done_tile == self.tiles:
-                done_tile = Int32(0)
+        stage, parity = Int32(0), Int32(0)
+        for copy in range(tiling.stages, count + tiling.stages):
+            # All warps are done with what the stage held, and with the rows of x that went with it.
+            wait(barrier(shared, stage + tiling.stages), parity)
+            if copy < count:
+                self.fetch(shared, source, stage)
+            source, segment, left = self.next_source(weights, segments[0], source, segment, left, end)
+            done_left -= 1
+            if done_left == 0:
+                done_left = Int32(self.tiles * tiling.steps)
                 done_segment += 1
                 self.fetch_rows(shared, x, segments, done_segment + (tiling.buffers - 1), end)
-            slot += 1
-            if slot == tiling.depth:
-                slot = Int32(0)
-                parity ^= 1
+            stage, parity = self.next_stage(stage, parity)
 
     @cute.jit
     def compute(
@@ -153,7 +148,7 @@ class ExpertLinear(jit.Kernel):
         tiling = self.tiling
         thread = cute.arch.thread_idx()[0]
         warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
-        slot, parity, part, meeting_set = Int32(0), Int32(0), Int32(warp), Int32(0)
+        stage, parity, part, meeting_set = Int32(0), Int32(0), Int32(warp), Int32(0)
         segment, buffer, row_parity = Int32(-1), Int32(tiling.buffers - 1), Int32(1)
         expert, count, start, factor = Int32(0), Int32(0), Int32(0), Int32(0)
         for done in range(items):
@@ -164,7 +159,7 @@ class ExpertLinear(jit.Kernel):
                     buffer = Int32(0)
                     row_parity ^= 1
                 expert, start, count, factor = [values[segment] for values in segments]
-                _wait(_barrier(shared, Int32(2 * tiling.ring_barriers) + buffer), row_parity)
+                wait(barrier(shared, 2 * tiling.stages + buffer), row_parity)
             biases = Uint32(0)
             if (bias != 0) & (part < tiling.parts):
                 pair = (expert * self.tiles + tile) * 16 + part // tiling.row_tiles * 8 + lane // 4
@@ -172,15 +167,15 @@ class ExpertLinear(jit.Kernel):
             rows = self.row_addresses(shared, buffer, count)
             sums = [[Float32(0.0)] * 4 for _ in range(tiling.parts)]
             for step in range_constexpr(tiling.steps):
-                index = slot * tiling.steps + step
-                _wait(_barrier(shared, index), parity)
-                sums = self.multiply(shared, rows, index, step, sums)
+                wait(barrier(shared, stage), parity)
+                sums = self.multiply(shared, rows, stage, step, sums)
                 cute.arch.sync_warp()
                 if lane == 0:
-                    cute.arch.mbarrier_arrive(_barrier(shared, Int32(tiling.ring_barriers) + index))
+                    cute.arch.mbarrier_arrive(barrier(shared, stage + tiling.stages))
+                stage, parity = self.next_stage(stage, parity)
             meeting = shared + (tiling.meeting_offset + meeting_set)
             for index in range_constexpr(tiling.parts):
-                _store_shared(meeting + ((warp * tiling.parts + index) * WARP + lane) * 16, sums[index])
+                store_shared(meeting + ((warp * tiling.parts + index) * WARP + lane) * 16, sums[index])
             cute.arch.barrier(barrier_id=1, number_of_threads=tiling.warps * WARP)
             for again in range_constexpr(0, tiling.parts, tiling.warps):
                 if part + again < tiling.parts:
@@ -195,36 +190,54 @@ class ExpertLinear(jit.Kernel):
             tile += 1
             if tile == self.tiles:
                 tile = Int32(0)
-            slot += 1
-            if slot == tiling.depth:
-                slot = Int32(0)
-                parity ^= 1
 
     @cute.jit
-    def count_segments(self, counts: Int64, starts: cute.Tensor) -> None:
+    def next_stage(self, stage: Int32, parity: Int32) -> tuple[Int32, Int32]:
+        """The ring's next stage, and the parity of its barriers' phase."""
+        stage += 1
+        if stage == self.tiling.stages:
+            stage = Int32(0)
+            parity ^= 1
+        return stage, parity
+
+    def load_experts(self, counts: Any, offsets: Any, rescale: Any) -> Any:
+        """Number, rows, first row and rescaling of the experts that this thread counts; the last one's beyond."""
+        mine = []
+        for first in range(0, self.experts, self.tiling.threads):
+            expert = cute.arch.thread_idx()[0] + first
+            at = Int64(vector.min_of(expert, Int32(self.experts - 1)))
+            start = Int32(vector.scalar(offsets + at * 8, Int64)[0])
+            factor = vector.scalar(rescale + at * 4, Int32)[0]
+            mine.append((expert, vector.scalar(counts + at * 4, Int32)[0], start, factor))
+        return mine
+
+    @cute.jit
+    def count_segments(self, mine: list[Any], starts: cute.Tensor) -> None:
         """Where each expert's segments start, counted over all experts; the last is their number."""
-        threads, rows = self.tiling.threads, self.tiling.rows
         needed, totals = shared_integers(self.experts), shared_integers(self.tiling.warps + 1)
-        for expert in range(cute.arch.thread_idx()[0], self.experts, threads):
-            needed[expert] = (vector.scalar(counts + Int64(expert) * 4, Int32)[0] + (rows - 1)) // rows
+        for i in range_constexpr(len(mine)):
+            expert, count, _, _ = mine[i]
+            if expert < self.experts:
+                needed[expert] = (count + (self.tiling.rows - 1)) // self.tiling.rows
         cute.arch.sync_threads()
-        scan_starts(needed, starts, totals, PackedLayout(), self.experts, threads)
+        scan_starts(needed, starts, totals, PackedLayout(), self.experts, self.tiling.threads)
 
     @cute.jit
     def list_segments(
-        self, counts: Int64, offsets: Int64, rescale: Int64, starts: cute.Tensor, segments: list[cute.Tensor],
-        base: Int32, end: Int32,
-    ) -> None:  # fmt: skip
+        self, mine: list[Any], starts: cute.Tensor, segments: list[cute.Tensor], base: Int32, end: Int32
+    ) -> None:
         """Of segments `base` to `end`: the expert, its first row, its rows, and the bits of the rescaling."""
         rows = self.tiling.rows
-        for expert in range(cute.arch.thread_idx()[0], self.experts, self.tiling.threads):
-            for segment in range(vector.max_of(starts[expert], base), vector.min_of(starts[expert + 1], end)):
-                chunk = segment - starts[expert]
-                count = vector.scalar(counts + Int64(expert) * 4, Int32)[0] - chunk * rows
-                segments[0][segment - base] = Int32(expert)
-                segments[1][segment - base] = Int32(vector.scalar(offsets + Int64(expert) * 8, Int64)[0]) + chunk * rows
-                segments[2][segment - base] = vector.min_of(count, Int32(rows))
-                segments[3][segment - base] = vector.scalar(rescale + Int64(expert) * 4, Int32)[0]
+        for i in range_constexpr(len(mine)):
+            expert, count, start, factor = mine[i]
+            if expert < self.experts:
+                own = starts[expert]
+                for segment in range(vector.max_of(own, base), vector.min_of(starts[expert + 1], end)):
+                    done = (segment - own) * rows
+                    segments[0][segment - base] = Int32(expert)
+                    segments[1][segment - base] = start + done
+                    segments[2][segment - base] = vector.min_of(count - done, Int32(rows))
+                    segments[3][segment - base] = factor
         cute.arch.sync_threads()
 
     @cute.jit
@@ -238,27 +251,25 @@ class ExpertLinear(jit.Kernel):
 
     @cute.jit
     def next_source(
-        self, weights: Int64, experts: cute.Tensor, source: Int64, segment: Int32, tile: Int32, end: Int32
+        self, weights: Int64, experts: cute.Tensor, source: Int64, segment: Int32, left: Int32, end: Int32
     ) -> tuple[Int64, Int32, Int32]:
-        """The same for the item behind one, with that one's segment and tile."""
-        source += self.tiling.columns * TILE_BYTES
-        tile += 1
-        if tile == self.tiles:
-            tile = Int32(0)
+        """Source of the copy behind one, its segment, and how many copies that one has left."""
+        source += self.tiling.stage_bytes
+        left -= 1
+        if left == 0:
+            left = Int32(self.tiles * self.tiling.steps)
             segment += 1
-            source = self.source(weights, experts, segment, tile, end)
-        return source, segment, tile
+            source = self.source(weights, experts, segment, Int32(0), end)
+        return source, segment, left
 
     @cute.jit
-    def fetch(self, shared: Int32, source: Int64, index: Int32, step: int) -> None:
-        """Start a step's copy into the ring."""
-        size = self.tiling.step_bytes
+    def fetch(self, shared: Int32, source: Int64, stage: Int32) -> None:
+        """Start a copy into the ring."""
+        size = self.tiling.stage_bytes
         if cute.arch.thread_idx()[0] % WARP == 0:
-            barrier = _barrier(shared, index)
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
-            ptx.copy_to_shared(
-                shared + self.tiling.ring_offset + index * size, source + step * size, size, barrier.toint()
-            )
+            full = barrier(shared, stage)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+            ptx.copy_to_shared(shared + self.tiling.ring_offset + stage * size, source, size, full.toint())
 
     @cute.jit
     def fetch_rows(self, shared: Int32, x: Int64, segments: list[cute.Tensor], segment: Int32, end: Int32) -> None:
@@ -266,15 +277,15 @@ class ExpertLinear(jit.Kernel):
         tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
         if segment < end:
             buffer = segment % tiling.buffers
-            barrier = _barrier(shared, Int32(2 * tiling.ring_barriers) + buffer)
+            full = barrier(shared, 2 * tiling.stages + buffer)
             count, size = segments[2][segment], tiling.columns * 64
             if lane == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, count * size)
+                cute.arch.mbarrier_arrive_and_expect_tx(full, count * size)
             cute.arch.sync_warp()
             if lane < count:
                 target = shared + tiling.row_offset + (buffer * tiling.rows + lane) * tiling.row_stride
                 row = Int64(segments[1][segment] + lane)
-                ptx.copy_to_shared(target, x + row * size, size, barrier.toint())
+                ptx.copy_to_shared(target, x + row * size, size, full.toint())
 
     def row_addresses(self, shared: Any, buffer: Any, count: Any) -> Any:
         """Where this lane reads x of each 8 rows: its own row's, or the last one's in place of any beyond."""
@@ -282,21 +293,21 @@ class ExpertLinear(jit.Kernel):
         at = shared + tiling.row_offset + buffer * (tiling.rows * tiling.row_stride) + lane % 4 * 16
         return [at + vector.min_of(lane // 4 + 8 * i, count - 1) * tiling.row_stride for i in range(tiling.row_tiles)]
 
-    def multiply(self, shared: Any, rows: Any, index: Any, step: int, sums: Any) -> Any:
+    def multiply(self, shared: Any, rows: Any, stage: Any, step: int, sums: Any) -> Any:
         """Add a step's products: decoded weights · x, 16 outputs by 8 rows at a time."""
         tiling = self.tiling
         thread = cute.arch.thread_idx()[0]
         warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
-        ring = shared + tiling.ring_offset + index * tiling.step_bytes
+        ring = shared + tiling.ring_offset + stage * tiling.stage_bytes
         sums = [list(part) for part in sums]
         for block in range(tiling.step_columns):
             column = warp * tiling.step_columns + block
-            codes = _load_shared(ring + column * TILE_BYTES + lane * 16, 4)
-            scales = _load_shared(ring + column * TILE_BYTES + CODE_BYTES + lane // 4 * 4, 1)[0]
+            codes = load_shared(ring + column * TILE_BYTES + lane * 16, 4)
+            scales = load_shared(ring + column * TILE_BYTES + CODE_BYTES + lane // 4 * 4, 1)[0]
             behind = (column + step * tiling.step_columns * tiling.warps) * 64
-            values = [_load_shared(row + behind, 4) for row in rows]
+            values = [load_shared(row + behind, 4) for row in rows]
             for half in range(2):
-                first, second = (_decode(codes[i], scales, i) for i in (2 * half, 2 * half + 1))
+                first, second = (decode(codes[i], scales, i) for i in (2 * half, 2 * half + 1))
                 for k in (0, 2):
                     left = (first[k], second[k], first[k + 1], second[k + 1])
                     for i, value in enumerate(values):
@@ -329,9 +340,9 @@ class ExpertLinear(jit.Kernel):
         target: where the segment's first row has the item's first result.
         """
         tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
-        sums = _load_shared_floats(meeting + (part * WARP + lane) * 16)
+        sums = load_shared_floats(meeting + (part * WARP + lane) * 16)
         for warp in range_constexpr(1, tiling.warps):
-            more = _load_shared_floats(meeting + ((warp * tiling.parts + part) * WARP + lane) * 16)
+            more = load_shared_floats(meeting + ((warp * tiling.parts + part) * WARP + lane) * 16)
             sums = [a + b for a, b in zip(sums, more, strict=True)]
         half, row = part // tiling.row_tiles, part % tiling.row_tiles * 8 + lane % 4 * 2
         scale = ptx.from_bits(Uint32(factor))
@@ -345,49 +356,3 @@ class ExpertLinear(jit.Kernel):
                 else:
                     vector.scalar(target, Uint32)[0] = ptx.to_bf16x2(even, odd)
             target += 16 * self.tiles * self.pair_bytes
-
-
-def _decode(word: Any, scales: Any, which: int) -> Any:
-    """A word's eight codes as four pairs of bfloat16, times the scale in byte `which` of `scales`."""
-    word = Uint32(word)
-    mask = Uint32(_CODE_MASK)
-    pairs = (
-        (word << Uint32(6)) & mask,
-        (word << Uint32(2)) & mask,
-        ptx.rotate_left(word, 28) & mask,
-        (word & Uint32(0x81808180)) | ((word >> Uint32(8)) & Uint32(0x00400040)),
-    )
-    scale = ptx.spread_byte(scales, which) << Uint32(7)
-    return [ptx.multiply_bf16x2(pair, scale) for pair in pairs]
-
-
-def _barrier(shared: Any, index: Any) -> Any:
-    return cute.make_ptr(Int64, shared + index * 8, cute.AddressSpace.smem, assumed_align=8)
-
-
-def _wait(barrier: Any, phase: Any) -> None:
-    """By whole warps, which tensor cores need together again afterwards."""
-    cute.arch.mbarrier_wait(barrier, phase)
-    cute.arch.sync_warp()
-
-
-def _shared(address: Any, dtype: Any, count: int) -> Any:
-    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=4 * count)
-    return cute.make_tensor(pointer, cute.make_layout(count))
-
-
-def _load_shared(address: Any, words: int) -> Any:
-    values = _shared(address, Uint32, words).load()
-    return [values[i] for i in range(words)]
-
-
-def _load_shared_floats(address: Any) -> Any:
-    values = _shared(address, Float32, 4).load()
-    return [values[i] for i in range(4)]
-
-
-def _store_shared(address: Any, values: Any) -> None:
-    registers = cute.make_rmem_tensor(4, Float32)
-    for i, value in enumerate(values):
-        registers[i] = value
-    _shared(address, Float32, 4).store(registers.load())
