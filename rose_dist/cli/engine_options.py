@@ -76,8 +76,7 @@ class EngineOptions:
             max_context=self.max_context,
             prefix_cache=self.prefix_cache,
             ladder=ladder_for(max_running) if gpu else (),
-            # Tensor-parallel peers can't see what the leader's GPU has sampled.
-            overlap=gpu and (self.tp or 1) == 1,
+            overlap=gpu,
         )
 
 

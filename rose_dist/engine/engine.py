@@ -60,7 +60,9 @@ class Engine:
     @classmethod
     def load(cls, config: EngineConfig, groups: Groups, progress: Progress | None = None) -> Engine:
         """Read the checkpoint's part for this rank, or make random weights, and get ready to step."""
-        options = BuildOptions(groups, config.max_step_tokens, config.torch_dtype, config.device, config.moe_weights)
+        options = BuildOptions(
+            groups, config.max_step_tokens, config.torch_dtype, config.device, config.moe_weights, config.max_running
+        )
         if config.load_format == "random":
             model = random_model(config.model, options)
         else:
@@ -134,13 +136,15 @@ class Engine:
         masks = None if self._under_way else self._start_masks(plan)
         logits = self.runner.run(step)
         deliveries = self._settle()
-        if logits is None:
+        if logits is not None:
+            masks = masks or self._start_masks(plan)
+            drawn = self._sampler.sample(logits, plan.sampling, None if masks is None else masks.result())
+            self.scheduler.launched(plan)
+            self._under_way = (plan, drawn)
+        if self.config.overlap:
+            self.runner.share_sampled()
             return deliveries
-        masks = masks or self._start_masks(plan)
-        drawn = self._sampler.sample(logits, plan.sampling, None if masks is None else masks.result())
-        self.scheduler.launched(plan)
-        self._under_way = (plan, drawn)
-        return deliveries if self.config.overlap else [*deliveries, *self._settle()]
+        return [*deliveries, *self._settle()]
 
     def _start_masks(self, plan: Plan) -> Future[Masks] | None:
         return None if self._mask_worker is None else self._mask_worker.start(plan.sampling)

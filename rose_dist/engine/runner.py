@@ -84,6 +84,12 @@ class ModelRunner:
         logits: Tensor | None = self.model(self._batch(step))
         return logits
 
+    @torch.inference_mode()
+    def share_sampled(self) -> None:
+        """Give the tensor-parallel peers what the first rank has left in `sampled`. Collective over them."""
+        if self.model.tp.size > 1:
+            self.model.tp.broadcast(self.sampled)
+
     def _batch(self, step: Step) -> ForwardBatch:
         sequences = step.sequences
         tokens = [token for sequence in sequences for token in sequence.tokens]

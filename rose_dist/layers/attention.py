@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rose_dist.comm.group import Group
+from rose_dist.comm.tensor_group import TensorGroup
 from rose_dist.kernels.rotary import rotate_and_store
 from rose_dist.layers.forward_batch import GroupBatch
 from rose_dist.layers.linear import Linear, PackedLinear
@@ -63,7 +63,7 @@ class HeadShare:
 class Attention(nn.Module):
     """The whole block: q, k and v projections, rotary, cache write, attention, output projection."""
 
-    def __init__(self, hidden: int, heads: HeadShare, *, tp: Group, dtype: torch.dtype) -> None:
+    def __init__(self, hidden: int, heads: HeadShare, *, tp: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__()
         self.heads = heads
         self.tp = tp

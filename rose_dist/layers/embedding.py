@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
-from rose_dist.comm.group import Group
+from rose_dist.comm.tensor_group import TensorGroup
 from rose_dist.kernels.embedding import embed
 from rose_dist.kernels.projection import project
 from rose_dist.layers.weights import Piece, Weight, copy_into, length, parameter, share
@@ -17,7 +16,7 @@ from rose_dist.layers.weights import Piece, Weight, copy_into, length, parameter
 class VocabParallelEmbedding(nn.Module):
     """Rows of the vocabulary on each rank; a token's vector comes from the rank that holds it, by all-reduce."""
 
-    def __init__(self, vocab_size: int, hidden: int, *, tp: Group, dtype: torch.dtype) -> None:
+    def __init__(self, vocab_size: int, hidden: int, *, tp: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__()
         self.shape = (vocab_size, hidden)
         self.tp = tp
@@ -51,13 +50,8 @@ class OutputHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor | None:
         """[rows, hidden] → fp32 [rows, vocabulary] on the group's first rank, None on the others."""
         logits = project(hidden, self.weight, out_dtype=torch.float32)
-        if self.tp.size == 1:
-            return logits
         widths = [length(share(self.shape[0], self.tp.size, rank)) for rank in range(self.tp.size)]
-        parts = self.tp.gather(pad(logits, (0, widths[0] - logits.shape[1])))
-        if parts is None:
-            return None
-        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+        return self.tp.gather_columns(logits, widths)
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         if not self.tied:

@@ -14,6 +14,7 @@ from rose_dist.layers.experts import MoeWeights
 class BuildOptions:
     """
     max_tokens: most tokens of one step on one rank.
+    max_rows: most rows of logits of one step.
     dtype: of weights and activations.
     moe_weights: how the experts' matrices are held; MXFP4 only of checkpoints that store it.
     """
@@ -23,3 +24,4 @@ class BuildOptions:
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     moe_weights: MoeWeights = "bf16"
+    max_rows: int = 64

@@ -7,7 +7,9 @@ from torch import Tensor, nn
 from rose_dist.comm.all_to_all.create import create as create_all_to_all
 from rose_dist.comm.all_to_all.local_gpu import GpuOptions
 from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig
+from rose_dist.comm.gpu_group import GpuGroup
 from rose_dist.comm.layout import LayoutError
+from rose_dist.comm.tensor_group import TensorGroup
 from rose_dist.layers.attention import Attention, HeadShare
 from rose_dist.layers.embedding import OutputHead, VocabParallelEmbedding
 from rose_dist.layers.experts import Experts, ExpertShare
@@ -24,11 +26,12 @@ class GptOssDecoderLayer(nn.Module):
         config: GptOssConfig,
         heads: HeadShare,
         held: ExpertShare,
+        tp: TensorGroup,
         exchange: AllToAll,
         options: BuildOptions,
     ) -> None:
         super().__init__()
-        hidden, dtype, tp = config.hidden_size, options.dtype, options.groups.tp
+        hidden, dtype = config.hidden_size, options.dtype
         self.input_layernorm = RMSNorm(hidden, config.rms_norm_eps, dtype)
         self.self_attn = Attention(hidden, heads, tp=tp, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(hidden, config.rms_norm_eps, dtype)
@@ -61,10 +64,9 @@ class GptOssDecoderLayer(nn.Module):
 class GptOssModel(nn.Module):
     """Embedding, decoder layers and the last norm."""
 
-    def __init__(self, config: GptOssConfig, exchange: AllToAll, options: BuildOptions) -> None:
+    def __init__(self, config: GptOssConfig, tp: TensorGroup, exchange: AllToAll, options: BuildOptions) -> None:
         super().__init__()
-        groups, dtype = options.groups, options.dtype
-        place, layout = groups.place, groups.layout
+        dtype, place, layout = options.dtype, options.groups.place, options.groups.layout
         heads = HeadShare(
             config.num_attention_heads, config.num_key_value_heads, config.head_dim, layout.tp, place.tp_rank
         )
@@ -73,9 +75,9 @@ class GptOssModel(nn.Module):
         )
         self.exchange = exchange
         self.kv_groups = kv_groups(config, heads)
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp=groups.tp, dtype=dtype)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp=tp, dtype=dtype)
         self.layers = nn.ModuleList(
-            GptOssDecoderLayer(config, heads, held, exchange, options) for _ in range(config.num_hidden_layers)
+            GptOssDecoderLayer(config, heads, held, tp, exchange, options) for _ in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.cos, self.sin = config.rotary.tables()
@@ -101,9 +103,10 @@ class GptOssForCausalLM(nn.Module):
         super().__init__()
         check_layout(config, options.groups.layout.tp)
         self.config = config
-        exchange = _exchange(config, options)
+        self.tp = _tensor_group(config, options)
+        exchange = _exchange(config, options, self.tp)
         with options.device:
-            self.model = GptOssModel(config, exchange, options)
+            self.model = GptOssModel(config, self.tp, exchange, options)
             self.lm_head = OutputHead(self.model.embed_tokens, tied=config.tie_word_embeddings)
 
     @property
@@ -113,7 +116,7 @@ class GptOssForCausalLM(nn.Module):
     @property
     def query_heads(self) -> int:
         """Of this rank."""
-        return self.config.num_attention_heads // self.model.embed_tokens.tp.size
+        return self.config.num_attention_heads // self.tp.size
 
     @property
     def rows_sent(self) -> int:
@@ -130,7 +133,17 @@ class GptOssForCausalLM(nn.Module):
         return logits
 
 
-def _exchange(config: GptOssConfig, options: BuildOptions) -> AllToAll:
+def _tensor_group(config: GptOssConfig, options: BuildOptions) -> TensorGroup:
+    group = options.groups.tp
+    if options.device.type == "cpu" or group.size == 1:
+        return group
+    return GpuGroup.create(
+        group, options.device, hidden=config.hidden_size, dtype=options.dtype, max_rows=options.max_tokens,
+        max_elements=options.max_rows * config.vocab_size,
+    )  # fmt: skip
+
+
+def _exchange(config: GptOssConfig, options: BuildOptions, tp: TensorGroup) -> AllToAll:
     sizes = AllToAllConfig(
         num_experts=config.num_local_experts,
         top_k=config.num_experts_per_tok,
@@ -138,10 +151,10 @@ def _exchange(config: GptOssConfig, options: BuildOptions) -> AllToAll:
         max_tokens=options.max_tokens,
         dtype=options.dtype,
     )
-    gpu = None
-    if options.device.type == "cuda":
-        gpu = GpuOptions(device=options.device, rank=options.groups.place.rank)
-    return create_all_to_all(sizes, options.groups, gpu)
+    if options.device.type == "cpu":
+        return create_all_to_all(sizes, options.groups)
+    gpu = GpuOptions(device=options.device, rank=options.groups.place.rank)
+    return create_all_to_all(sizes, options.groups, gpu, tp.reduce if isinstance(tp, GpuGroup) else None)
 
 
 def check_layout(config: GptOssConfig, tp: int) -> None:
