@@ -22,6 +22,7 @@ from rose_dist.kernels.cute import (
     embedding,
     moe_combine,
     mxfp4_experts,
+    mxfp4_experts_prefill,
     qk_norm,
     quantize,
     rms_norm,
@@ -35,7 +36,7 @@ from tests.ptx.machine import Machine
 _CACHES = (
     rms_norm.launcher, quantize.quantizer, quantize.dequantizer, qk_norm.launcher, swiglu.launcher,
     routing.launcher, embedding.launcher, moe_combine.launcher, mxfp4_experts.launcher,
-    small_linear.launcher,
+    mxfp4_experts_prefill.launcher, small_linear.launcher,
 )  # fmt: skip
 
 _EMPTY = torch.empty
