@@ -12,7 +12,7 @@ from rose_dist.kernels.arch import DeviceInfo
 from rose_dist.kernels.mxfp4 import BLOCK, dequantize_mxfp4
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES, PackedMxfp4
 from rose_dist.kernels.swiglu import ALPHA, clamped_swiglu
-from rose_dist.kernels.variants import EXPERT_SHAPES, StreamShape, StreamTiling, stream
+from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, EXPERT_SHAPES, StreamShape, StreamTiling, gemm, stream
 
 SHARED_BYTES = 232448
 """A block's shared memory on Hopper and Blackwell."""
@@ -107,6 +107,9 @@ def _launch(
 ) -> None:  # fmt: skip
     if x.shape[0] == 0:
         return
+    if x.shape[0] >= EXPERT_GEMM_ROWS * weight.experts:
+        launch_gemm(x, weight, bias, rows, out, gated=gated, alpha=alpha, limit=limit)
+        return
     shape = EXPERT_SHAPES.select(rows.most)
     if weight.experts + x.shape[0] // shape.rows > MAX_SEGMENTS:
         raise checks.fail("x", f"has {x.shape[0]} rows; at most {MAX_SEGMENTS - weight.experts} · {shape.rows} fit")
@@ -124,6 +127,22 @@ def launch_tiling(
     from rose_dist.kernels.cute import mxfp4_experts as cute  # noqa: PLC0415 - it loads the compiler
 
     launcher = cute.launcher(device.arch, weight.experts, weight.data.shape[1], tiling, gated, early)
+    launch.run(
+        launcher, x, weight.data, weight.rescale, bias, x, rows.counts, rows.offsets, out, alpha, limit, device.sms
+    )
+
+
+def launch_gemm(
+    x: Tensor, weight: PackedMxfp4, bias: Tensor | None, rows: ExpertRows, out: Tensor, *, gated: bool, alpha: float,
+    limit: float,
+) -> None:  # fmt: skip
+    """The kernel for many rows; arguments are checked before."""
+    from rose_dist.kernels.cute import mxfp4_experts_prefill as cute  # noqa: PLC0415 - it loads the compiler
+
+    tiling, device = gemm(weight.columns // BLOCK, TILE_BYTES), launch.device(x)
+    if weight.experts + x.shape[0] // tiling.rows > cute.SEGMENTS:
+        raise checks.fail("x", f"has {x.shape[0]} rows; at most {(cute.SEGMENTS - weight.experts) * tiling.rows} fit")
+    launcher = cute.launcher(device.arch, weight.experts, weight.data.shape[1], tiling, gated)
     launch.run(
         launcher, x, weight.data, weight.rescale, bias, x, rows.counts, rows.offsets, out, alpha, limit, device.sms
     )

@@ -16,6 +16,7 @@ from rose_dist.kernels.cute.moe_combine import VECTOR_BYTES, Combine
 from rose_dist.kernels.cute.moe_dispatch_decode import DispatchDecode
 from rose_dist.kernels.cute.moe_dispatch_prefill import AssignSlots, ScatterRows
 from rose_dist.kernels.cute.mxfp4_experts import ExpertLinear
+from rose_dist.kernels.cute.mxfp4_experts_prefill import ExpertGemm
 from rose_dist.kernels.cute.paged_attention_decode import DecodeAttention
 from rose_dist.kernels.cute.qk_norm import QKNormRope
 from rose_dist.kernels.cute.quantize import Dequantize, Quantize, decoded_count
@@ -42,6 +43,7 @@ from rose_dist.kernels.variants import (
     ROTARY_BYTES,
     ROUTERS,
     ROW_SHAPES,
+    gemm,
     stream,
     tile,
 )  # fmt: skip
@@ -71,8 +73,8 @@ MOE_ROWS = (
 )
 """Experts, k, hidden, payload, fp32 scales, bias: GPT-OSS 20b and 120b, DeepSeek-V3 in bf16 and in FP8."""
 
-MXFP4_EXPERTS = ((32, 2880, 2880), (128, 2880, 2880))
-"""Experts, hidden, intermediate: GPT-OSS 20b and 120b."""
+MXFP4_EXPERTS = (128, 2880, 2880)
+"""Experts, hidden, intermediate: GPT-OSS 120b. The 20b's kernels differ in nothing but the number of experts."""
 
 LINEAR_INPUTS = (2880, 4096)
 """GPT-OSS's hidden size, and the width of its attention's output."""
@@ -183,11 +185,14 @@ def _attention(arch: Arch) -> Iterator[Kernel]:
 
 
 def _mxfp4_experts(arch: Arch) -> Iterator[Kernel]:
-    for experts, hidden, intermediate in MXFP4_EXPERTS:
-        for shape in EXPERT_SHAPES.variants:
-            first, second = (stream(shape, columns // BLOCK, TILE_BYTES) for columns in (hidden, intermediate))
-            yield ExpertLinear(arch, experts, 2 * intermediate // TILE_ROWS, first, gated=True, early=False)
-            yield ExpertLinear(arch, experts, hidden // TILE_ROWS, second, gated=False, early=True)
+    experts, hidden, intermediate = MXFP4_EXPERTS
+    tiles = (2 * intermediate // TILE_ROWS, hidden // TILE_ROWS)
+    for shape in EXPERT_SHAPES.variants:
+        first, second = (stream(shape, columns // BLOCK, TILE_BYTES) for columns in (hidden, intermediate))
+        yield ExpertLinear(arch, experts, tiles[0], first, gated=True, early=False)
+        yield ExpertLinear(arch, experts, tiles[1], second, gated=False, early=True)
+    yield ExpertGemm(arch, experts, tiles[0], gemm(hidden // BLOCK, TILE_BYTES), gated=True)
+    yield ExpertGemm(arch, experts, tiles[1], gemm(intermediate // BLOCK, TILE_BYTES), gated=False)
 
 
 def _small_linears(arch: Arch) -> Iterator[Kernel]:

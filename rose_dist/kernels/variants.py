@@ -250,6 +250,82 @@ EXPERT_SHAPES = Ranges(
 
 
 @dataclass(frozen=True)
+class GemmTiling:
+    """How a block multiplies `warps` groups of 32 matrix rows by `rows` rows of x, a few columns at a time."""
+
+    columns: int
+    """Scale blocks of a matrix row."""
+    warps: int
+    """Warps that compute, a group of 32 matrix rows each."""
+    feeders: int
+    """Warps that copy."""
+    rows: int
+    step_columns: int
+    """Scale blocks of a matrix row that a stage of the ring holds."""
+    stages: int
+    tile_bytes: int
+    """Of 32 by 32 weights."""
+
+    @property
+    def threads(self) -> int:
+        return (self.warps + self.feeders) * WARP
+
+    @property
+    def steps(self) -> int:
+        """Stages that an item fills."""
+        return self.columns // self.step_columns
+
+    @property
+    def row_tiles(self) -> int:
+        """Groups of 8 rows of x, a tensor core operand's columns."""
+        return self.rows // 8
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row of x in a stage."""
+        return self.step_columns * 64
+
+    @property
+    def row_stride(self) -> int:
+        """An odd multiple of 64, so that 8 lanes of 2 rows meet 32 different banks."""
+        return (self.step_columns | 1) * 64
+
+    @property
+    def x_bytes(self) -> int:
+        """Of all rows of x in a stage."""
+        return self.rows * self.row_stride
+
+    @property
+    def tile_row_bytes(self) -> int:
+        """Of 32 matrix rows in a stage."""
+        return self.step_columns * self.tile_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.x_bytes + self.warps * self.tile_row_bytes
+
+    @property
+    def ring_offset(self) -> int:
+        """Behind two barriers a stage: it is full, it is free."""
+        return -(-2 * self.stages * 8 // 128) * 128
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.ring_offset + self.stages * self.stage_bytes
+
+
+EXPERT_GEMM_ROWS = 24
+"""Rows an expert on average from which on `gemm`'s kernel serves."""
+
+
+def gemm(columns: int, tile_bytes: int) -> GemmTiling:
+    """The tiling for matrices of `columns` scale blocks a row."""
+    return GemmTiling(
+        columns, warps=8, feeders=4, rows=64, step_columns=_divisor(columns, 5), stages=4, tile_bytes=tile_bytes
+    )
+
+
+@dataclass(frozen=True)
 class LinearShape:
     """How a linear layer of few rows spreads 16 outputs over a block."""
 

@@ -11,6 +11,7 @@ pytest.importorskip("cutlass")
 from rose_dist.kernels import binary, jit, registry
 from rose_dist.kernels.arch import ARCHS, Arch
 from rose_dist.kernels.cute.mxfp4_experts import ExpertLinear
+from rose_dist.kernels.cute.mxfp4_experts_prefill import ExpertGemm
 from rose_dist.kernels.cute.small_linear import SmallLinear
 from rose_dist.kernels.jit import Binary
 
@@ -25,8 +26,8 @@ def arch(request: pytest.FixtureRequest) -> Arch:
 
 @pytest.fixture(scope="module")
 def binaries(arch: Arch) -> list[tuple[ExpertLinear, Binary]]:
-    """Those of the 120b, of few and of more rows."""
-    kernels = [k for k in registry._mxfp4_experts(arch) if isinstance(k, ExpertLinear) and k.experts == 128]
+    """Those of few and of more rows."""
+    kernels = [k for k in registry._mxfp4_experts(arch) if isinstance(k, ExpertLinear)]
     return [(kernel, jit.compile_binary(kernel)) for kernel in (*kernels[:2], kernels[-1])]
 
 
@@ -77,3 +78,14 @@ def test_small_linear_has_its_first_weights_under_way_before_it_waits(arch: Arch
         assert "st.global" not in before
         assert binary.facts(compiled).stack_bytes == 0
         assert kernel.per_sm * kernel.warps * 32 * binary.facts(compiled).registers <= REGISTERS
+
+
+def test_the_prefill_kernel_decodes_once_for_all_rows(arch: Arch) -> None:
+    kernel = next(k for k in registry._mxfp4_experts(arch) if isinstance(k, ExpertGemm))
+    compiled, tiling = jit.compile_binary(kernel), kernel.tiling
+    both = tiling.row_tiles + tiling.row_tiles // 2  # whole and half segments
+    assert compiled.ptx.count("mul.rn.bf16x2") == 2 * 16 * tiling.step_columns
+    assert compiled.ptx.count("mma.sync.aligned.m16n8k16") == 4 * tiling.step_columns * both
+    assert compiled.ptx.count("ld.shared.v4.b32") == tiling.step_columns * (2 + both)
+    assert not re.search(r"ld\.global\S*\.v\d", compiled.ptx)
+    assert binary.facts(compiled).stack_bytes == 0

@@ -14,7 +14,8 @@ from typing import Any
 
 from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
-from rose_dist.kernels.cute.expert_slots import scan_starts, shared_integers
+from rose_dist.kernels.cute.expert_segments import count_segments, list_segments, load_experts
+from rose_dist.kernels.cute.expert_slots import shared_integers
 from rose_dist.kernels.cute.mxfp4_operands import barrier, decode, load_shared, load_shared_floats, store_shared, wait
 from rose_dist.kernels.cute.swiglu import clamped_swiglu_value
 from rose_dist.kernels.dsl import (
@@ -29,7 +30,6 @@ from rose_dist.kernels.dsl import (
     cute,
     range_constexpr,
 )  # fmt: skip
-from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.mxfp4_layout import CODE_BYTES, TILE_BYTES
 from rose_dist.kernels.variants import WARP, StreamTiling
 
@@ -89,13 +89,13 @@ class ExpertLinear(jit.Kernel):
         if const_expr(not self.early):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        mine = self.load_experts(counts, offsets, rescale)
-        self.count_segments(mine, starts)
+        mine = load_experts(counts, offsets, rescale, self.experts, tiling.threads)
+        count_segments(mine, starts, tiling.rows, self.experts, tiling.threads)
         items = Uint32(starts[self.experts] * tiles)
         first = Int32(items * Uint32(block) // Uint32(blocks))
         last = Int32(items * Uint32(block + 1) // Uint32(blocks))
         base, end = first // tiles, (last + (tiles - 1)) // tiles
-        self.list_segments(mine, starts, segments, base, end)
+        list_segments(mine, starts, segments, base, end, tiling.rows, self.experts)
         if cute.arch.make_warp_uniform(thread // WARP) == tiling.warps:
             self.feed(shared, weights, x, segments, last - first, first - base * tiles, end - base)
         else:
@@ -199,46 +199,6 @@ class ExpertLinear(jit.Kernel):
             stage = Int32(0)
             parity ^= 1
         return stage, parity
-
-    def load_experts(self, counts: Any, offsets: Any, rescale: Any) -> Any:
-        """Number, rows, first row and rescaling of the experts that this thread counts; the last one's beyond."""
-        mine = []
-        for first in range(0, self.experts, self.tiling.threads):
-            expert = cute.arch.thread_idx()[0] + first
-            at = Int64(vector.min_of(expert, Int32(self.experts - 1)))
-            start = Int32(vector.scalar(offsets + at * 8, Int64)[0])
-            factor = vector.scalar(rescale + at * 4, Int32)[0]
-            mine.append((expert, vector.scalar(counts + at * 4, Int32)[0], start, factor))
-        return mine
-
-    @cute.jit
-    def count_segments(self, mine: list[Any], starts: cute.Tensor) -> None:
-        """Where each expert's segments start, counted over all experts; the last is their number."""
-        needed, totals = shared_integers(self.experts), shared_integers(self.tiling.warps + 1)
-        for i in range_constexpr(len(mine)):
-            expert, count, _, _ = mine[i]
-            if expert < self.experts:
-                needed[expert] = (count + (self.tiling.rows - 1)) // self.tiling.rows
-        cute.arch.sync_threads()
-        scan_starts(needed, starts, totals, PackedLayout(), self.experts, self.tiling.threads)
-
-    @cute.jit
-    def list_segments(
-        self, mine: list[Any], starts: cute.Tensor, segments: list[cute.Tensor], base: Int32, end: Int32
-    ) -> None:
-        """Of segments `base` to `end`: the expert, its first row, its rows, and the bits of the rescaling."""
-        rows = self.tiling.rows
-        for i in range_constexpr(len(mine)):
-            expert, count, start, factor = mine[i]
-            if expert < self.experts:
-                own = starts[expert]
-                for segment in range(vector.max_of(own, base), vector.min_of(starts[expert + 1], end)):
-                    done = (segment - own) * rows
-                    segments[0][segment - base] = Int32(expert)
-                    segments[1][segment - base] = start + done
-                    segments[2][segment - base] = vector.min_of(count - done, Int32(rows))
-                    segments[3][segment - base] = factor
-        cute.arch.sync_threads()
 
     @cute.jit
     def source(self, weights: Int64, experts: cute.Tensor, segment: Int32, tile: Int32, end: Int32) -> Int64:
