@@ -29,7 +29,7 @@ from tests.engine.test_engine import Runner, greedy
 pytestmark = pytest.mark.gpu(1)
 DEMO = Path(__file__).parents[2] / ".cache" / "demo-model"
 LADDER = (1, 2, 4, 8, 16)
-ON_GPU = {"dtype": "bfloat16", "max_step_tokens": 512, "max_running": 16, "max_context": 2048}
+ON_GPU = {"dtype": "bfloat16", "kv_tokens": 8192, "max_step_tokens": 512, "max_running": 16, "max_context": 2048}
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def runner(folder: Path, **options: object) -> Runner:
     """With graphs, where a ladder is given."""
     found = Runner.__new__(Runner)
     groups = World.join().groups(Layout.of(1))
-    config = EngineConfig(folder, device=torch.device("cuda", 0), kv_tokens=8192, **(ON_GPU | options))  # type: ignore[arg-type]
+    config = EngineConfig(folder, device=torch.device("cuda", 0), **(ON_GPU | options))  # type: ignore[arg-type]
     found.engine = Engine.load(config, groups)
     found.session = OfflineSession(found.engine, Doorbell(zmq.Context.instance(), "127.0.0.1", groups.lockstep))
     return found
@@ -132,15 +132,9 @@ def test_graphs_and_overlap_give_the_tokens_of_plain_steps(packed: Path, way: di
 
 
 def test_a_full_batch_comes_through_with_preemption_and_leaves_nothing(packed: Path) -> None:
-    crowded = runner(packed, moe_weights="mxfp4", ladder=LADDER, overlap=True, max_context=512)
-    crowded.engine.scheduler.kv.pools[0]._free.clear()
-    for block in range(60):
-        crowded.engine.scheduler.kv.pools[0]._free[block] = None
-    requests = [greedy(f"r{i}", random_prompt(60, i, 512), 60) for i in range(12)]
-    outputs: dict[str, int] = {request.request_id: 0 for request in requests}
-    for output in crowded.session.run(requests):
-        outputs[output.request_id] += len(output.token_ids)
-    assert set(outputs.values()) == {60}
+    crowded = runner(packed, moe_weights="mxfp4", ladder=LADDER, overlap=True, max_context=512, kv_tokens=960)
+    found = crowded.tokens([greedy(f"r{i}", random_prompt(60, i, 512), 60) for i in range(12)])
+    assert {len(tokens) for tokens in found.values()} == {60}
     assert crowded.engine.scheduler.stats.preemptions > 0
 
 

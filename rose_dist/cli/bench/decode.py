@@ -17,13 +17,16 @@ from rose_dist.cli.offline import offline_session
 if TYPE_CHECKING:
     from rose_dist.engine.engine import Engine
 
+SWEEP = (1, 2, 4, 8, 16, 32, 64, 128)
 WARM_UP = 8
 PROFILED = 8
 
 
 @click.command("decode")
 @engine_options
-@click.option("--batch", "batches", type=click.IntRange(min=1), multiple=True, default=(1, 2, 4, 8, 16, 32, 64, 128))
+@click.option(
+    "--batch", "batches", type=click.IntRange(min=1), multiple=True, help="Default: 1, 2, 4 … 128, up to --max-running."
+)
 @click.option("--context", type=click.IntRange(min=2), default=1024, show_default=True, help="Tokens before the first.")
 @click.option("--steps", type=click.IntRange(min=1), default=50, show_default=True, help="Timed steps a batch size.")
 @click.option("--profile/--no-profile", "profiled", default=True, show_default=True, help="Kernel by kernel.")
@@ -42,6 +45,9 @@ def command(
         engine = session.engine
         from rose_dist.cli.bench.floor import copy_rate  # noqa: PLC0415  imports torch
 
+        batches = batches or tuple(size for size in SWEEP if size <= engine.config.max_running)
+        if max(batches) > engine.config.max_running:
+            raise click.ClickException(f"batch {max(batches)} needs --max-running of at least as many")
         rate = copy_rate(engine.config.device)
         about = {
             "model": str(options.model),
