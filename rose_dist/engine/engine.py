@@ -68,7 +68,8 @@ class Engine:
         else:
             model = load_model(config.model, options, progress)
         engine = cls(fit_kv(config, model.kv_groups, model.config), groups, model)
-        engine.runner.capture()
+        if config.device.type == "cuda":
+            engine.runner.warm_up()
         return engine
 
     def ready(self) -> Ready:

@@ -13,10 +13,13 @@ from rose_dist.engine.decode_batch import DecodeBatch, TableShape
 from rose_dist.engine.decode_graphs import DecodeGraphs
 from rose_dist.engine.kv_groups import group_specs, kv_bytes
 from rose_dist.engine.paged_planner import PagedPlanner
-from rose_dist.engine.step import Step
+from rose_dist.engine.step import SequenceStep, Step
 from rose_dist.kernels.paged_attention import DecodeWorkspace
 from rose_dist.layers.forward_batch import ForwardBatch
 from rose_dist.models.gpt_oss import GptOssForCausalLM
+
+WARM_UP_TOKENS = (1, 8, 32, 100, 300, 1000, 2000)
+"""Prompts that between them meet every kernel."""
 
 
 class ModelRunner:
@@ -29,6 +32,7 @@ class ModelRunner:
     def __init__(self, model: GptOssForCausalLM, config: EngineConfig) -> None:
         self.model = model
         self.config = config
+        self._block_size = config.block_size
         self.max_context = min(config.max_context or model.config.max_context, model.config.max_context)
         self.specs = group_specs(model.kv_groups, config)
         self.storages = [
@@ -43,8 +47,8 @@ class ModelRunner:
     def _planner(self, number: int) -> AttentionPlanner:
         window, storage = self.specs[number].window, self.storages[number]
         if self.config.device.type == "cpu":
-            return GatheringPlanner(number, window, self.config.block_size, storage, self.config.torch_dtype)
-        return PagedPlanner(number, window, self.config.block_size, storage, self._workspace)
+            return GatheringPlanner(number, window, self._block_size, storage, self.config.torch_dtype)
+        return PagedPlanner(number, window, self._block_size, storage, self._workspace)
 
     def _decode_workspace(self) -> DecodeWorkspace | None:
         """One for all layers and steps: those follow one another."""
@@ -57,7 +61,7 @@ class ModelRunner:
         )  # fmt: skip
 
     def _decode_graphs(self) -> DecodeGraphs:
-        shapes = [TableShape.of(spec, self.config.block_size, self.max_context) for spec in self.specs]
+        shapes = [TableShape.of(spec, self._block_size, self.max_context) for spec in self.specs]
         batch = DecodeBatch(max(self.config.ladder), shapes, self.storages, self.sampled, self._workspace)
         return DecodeGraphs(self.model, batch, self.config.ladder)
 
@@ -66,9 +70,16 @@ class ModelRunner:
         """Memory of the KV cache once every block has been written."""
         return kv_bytes(self.model.kv_groups, self.specs, self.config)
 
-    def capture(self) -> None:
-        """Capture the decode steps' graphs, on a GPU. Collective as `run` is."""
-        if self._graphs is not None and self.config.device.type == "cuda":
+    def warm_up(self) -> None:
+        """Run prompts of several lengths, so that no request waits for a kernel to be compiled or loaded and too little
+        memory shows at once; then capture the decode steps' graphs. Collective as `run` is; overwrites the cache.
+        """
+        most = min(self.config.max_step_tokens, self.max_context, min(s.blocks for s in self.specs) * self._block_size)
+        for tokens in sorted({min(tokens, most) for tokens in (*WARM_UP_TOKENS, most)}):
+            blocks = list(range(-(-tokens // self._block_size)))
+            prompt = [i % self.model.config.vocab_size for i in range(tokens)]
+            self.run(Step([SequenceStep(prompt, 0, [(0, blocks) for _ in self.specs], True)]))
+        if self._graphs is not None:
             self._graphs.capture()
 
     @torch.inference_mode()

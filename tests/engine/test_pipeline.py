@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rose_dist.engine.decode_graphs import DecodeGraphs
 from rose_dist.engine.protocol import Generate, SamplingParams
 from tests.checkpoints import random_prompt, reference_greedy, write_tiny
 from tests.engine.test_engine import Runner, greedy
@@ -96,3 +97,11 @@ def test_a_cached_prefix_gives_the_same_tokens(tiny: Path) -> None:
         assert [token for output in outputs for token in output.token_ids] == reference_greedy(tiny, prompt, 8)
         assert outputs[0].cached_tokens in {0, [0, 320, 240, 320][i]}
     assert runner.engine.scheduler.stats.prefix_hits >= 640
+
+
+def test_warming_up_leaves_no_trace(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner(tiny, ladder=(1, 2), max_context=128)
+    monkeypatch.setattr(DecodeGraphs, "capture", lambda self: None)  # there is nothing to capture on a CPU
+    runner.engine.runner.warm_up()
+    prompt = random_prompt(40, 1)
+    assert runner.tokens([greedy("r", prompt, 6)])["r"] == reference_greedy(tiny, prompt, 6)
