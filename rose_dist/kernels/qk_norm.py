@@ -77,7 +77,8 @@ def qk_norm_rope_cache(
     Args:
         q: [tokens, query heads, head_dim]; k, v: [tokens, key heads, head_dim], bf16 or fp16. Tokens may be strided,
             as in a fused projection's output.
-        cos, sin: [positions or tokens, head_dim / 2], fp32 or of `q`'s dtype, scaled by YaRN's concentration already.
+        cos, sin: [positions or tokens, rotary_dim / 2], fp32 or of `q`'s dtype, scaled by YaRN's concentration already.
+            The first rotary_dim elements of a head are rotated, among themselves; a multiple of 32 up to head_dim.
         positions: int64 [tokens], rows of `cos` and `sin`; None: row t serves token t.
         norm: query weight, key weight (each [head_dim] of `q`'s dtype) and epsilon; None leaves the norm out.
 
@@ -118,6 +119,10 @@ def _reference_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def reference_rotary(x: Tensor, cos: Tensor, sin: Tensor, rotary: Rotary) -> Tensor:
     """(a, b) → (a·cos − b·sin, b·cos + a·sin) for the pairs of every head of `x` [tokens, heads, head_dim]."""
     c, s = cos[:, None].float(), sin[:, None].float()
+    rotary_dim = 2 * cos.shape[1]
+    if rotary_dim < x.shape[2]:
+        turned = reference_rotary(x[..., :rotary_dim], cos, sin, rotary)
+        return torch.cat([turned, x[..., rotary_dim:]], -1)
     wide = x.float()
     if rotary is Rotary.NEOX:
         a, b = wide.chunk(2, -1)
@@ -143,7 +148,8 @@ def _launch(
     size, held = q.element_size(), [t for t in (q, k, v, *stored) if t is not None]
     steps = [step * size for t in held for step in t.stride()[:-1]]
     steps += [t.data_ptr() * (size // t.element_size()) for t in held]
-    vector_bytes = launch.widest(device.arch, head_dim * q.element_size() // 2, *steps)
+    rotary_dim = head_dim if cos is None else 2 * cos.shape[1]
+    vector_bytes = launch.widest(device.arch, head_dim * size // 2, rotary_dim * size // 2, *steps)
     table_dtype = torch.float32 if cos is None else cos.dtype
     heads = query_heads + key_heads * (2 if cache else 1)
     each = heads_each(
@@ -153,7 +159,7 @@ def _launch(
 
     launcher = cute.launcher(
         device.arch, q.dtype, table_dtype, query_heads, key_heads, head_dim, vector_bytes, norm is not None, rotary,
-        cache.keys.dtype if cache else None, each,
+        rotary_dim, cache.keys.dtype if cache else None, each,
     )  # fmt: skip
     items = tokens * heads // each
     block_size, cache_strides = _cache_shape(cache)
@@ -195,8 +201,13 @@ def _check(
             checks.same_device(name, x, q.device)
             checks.rows(name, x)
     if cos is not None and sin is not None:
+        rows = tokens if positions is None else None
+        checks.shape("cos", cos, rows, None)
+        if cos.shape[1] % 16 or not 16 <= cos.shape[1] <= head_dim // 2:
+            allowed = f"a multiple of 16, at most {head_dim // 2}"
+            raise checks.fail("cos", f"has {cos.shape[1]} columns; needs one for two rotated elements: {allowed}")
+        checks.shape("sin", sin, rows, cos.shape[1])
         for name, table in (("cos", cos), ("sin", sin)):
-            checks.shape(name, table, tokens if positions is None else None, head_dim // 2)
             checks.dtype(name, table, q.dtype, torch.float32)
             checks.same_device(name, table, q.device)
             checks.dense(name, table)

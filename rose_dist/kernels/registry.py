@@ -134,12 +134,14 @@ def _qk_norms(arch: Arch) -> Iterator[Kernel]:
         heads = (query_heads, key_heads, head_dim)
         counts = [max(size // (2 * width), 1) for size in ROTARY_BYTES.variants]
         for each in counts:
-            yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.NEOX, dtype, each)
-            yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.NEOX, torch.float8_e4m3fn, each)
-        yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.INTERLEAVED, dtype, counts[-1])
-        yield QKNormRope(arch, dtype, dtype, *heads, width, False, Rotary.NEOX, None, counts[-1])
+            yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.NEOX, head_dim, dtype, each)
+            yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.NEOX, head_dim, torch.float8_e4m3fn, each)
+        yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.INTERLEAVED, head_dim, dtype, counts[-1])
+        yield QKNormRope(arch, dtype, dtype, *heads, width, False, Rotary.NEOX, head_dim, None, counts[-1])
+        if head_dim == 128:
+            yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.NEOX, head_dim // 2, dtype, counts[-1])
         if norm:
-            yield QKNormRope(arch, dtype, fp32, *heads, width, True, Rotary.NONE, None, 1)
+            yield QKNormRope(arch, dtype, fp32, *heads, width, True, Rotary.NONE, head_dim, None, 1)
 
 
 def _activations(arch: Arch) -> Iterator[Kernel]:

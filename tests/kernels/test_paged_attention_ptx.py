@@ -41,8 +41,8 @@ def test_tensor_cores_fed_by_asynchronous_copies(binaries: list[Binary]) -> None
         assert text.count("mma.sync") == kernel.head_dim // 4
         sizes = re.findall(r"cp\.async\.c[ag]\S*\s+\[[^]]+\],\s*\[[^]]+\],\s*(\d+)", text)
         assert set(sizes) == {"16", str(kernel.tiles.value_bytes)}
-        # The tiles before the loop, and one in it.
-        assert sum(map(int, sizes)) == kernel.stages * kernel.tiles.bytes // 32
+        # The first tiles of the first item and of the next, and one in the loop.
+        assert sum(map(int, sizes)) == (2 * (kernel.stages - 1) + 1) * kernel.tiles.bytes // 32
         assert f"cp.async.wait_group {kernel.stages - 2}" in text
         # bf16 goes as it is, e4m3 four at a time: its keys and its values.
         conversions = text.count("cvt.rn.f16x2.e4m3x2")
@@ -91,5 +91,5 @@ def test_each_weakening_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     missed = [
         name for name, weakening in found.items() if all(right(monkeypatch, weakening, seed) for seed in range(6))
     ]
-    assert len(found) >= 8
+    assert len(found) >= 7
     assert not missed

@@ -130,6 +130,37 @@ def test_fp8_cache_on_the_cpu_agrees(gpu: Any) -> None:
     assert (stored[0][0] != stored[1][0]).sum() <= 2
 
 
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 32), (128, 64), (128, 96), (256, 64)])
+@pytest.mark.parametrize("rotary", [Rotary.NEOX, Rotary.INTERLEAVED])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_partial_rotary(gpu: Any, head_dim: int, rotary_dim: int, rotary: Rotary, dtype: torch.dtype) -> None:
+    """The first elements of a head are rotated among themselves, the others only normed."""
+    tokens, query_heads, key_heads = 3, 4, 2
+    q, k, v = (torch.randn(tokens, h, head_dim).bfloat16() for h in (query_heads, key_heads, key_heads))
+    weights = torch.randn(2, head_dim).bfloat16()
+    cos, sin = yarn_like(tokens, rotary_dim // 2)
+    slots = torch.tensor([5, 0, 2])
+    keys, values = (gpu.tensor(torch.zeros(8, key_heads, head_dim).to(dtype)) for _ in range(2))
+    moved = gpu.tensor(q)
+    norms = (gpu.tensor(weights[0]), gpu.tensor(weights[1]), EPS)
+    cache = PagedCache(keys, values, gpu.tensor(slots))
+    qk_norm_rope_cache(
+        moved, gpu.tensor(k), gpu.tensor(v), cache, gpu.tensor(cos), gpu.tensor(sin), norm=norms, rotary=rotary
+    )
+    wanted = []
+    for x, weight in ((q, weights[0]), (k, weights[1])):
+        normed = exact_norm(x, weight)
+        turned = exact_rotary(normed[..., :rotary_dim], cos, sin, rotary)
+        wanted.append(torch.cat([turned, normed[..., rotary_dim:]], -1))
+    assert_close(gpu.plain(moved), wanted[0])
+    stored = [gpu.plain(x).double()[slots] for x in (keys, values)]
+    if dtype is torch.bfloat16:
+        assert_close(stored[0], wanted[1])
+    else:
+        assert ((stored[0] - wanted[1]).abs() <= wanted[1].abs() * 2**-4 + 2**-9).all()
+    assert torch.equal(stored[1], v.to(dtype).double())
+
+
 @pytest.mark.parametrize("order", ["slots", "heads_first"])
 def test_other_cache_shapes(gpu: Any, order: str) -> None:
     tokens, key_heads, head_dim = 3, 2, 64
@@ -228,7 +259,10 @@ def test_many_tokens() -> None:
         ({"q": torch.zeros(2, 4, 96).bfloat16()}, "q: head_dim is 96"),
         ({"k": torch.zeros(2, 2, 128).bfloat16()}, "k: shape"),
         ({"k": torch.zeros(2, 2, 64)}, "k: dtype"),
-        ({"cos": torch.zeros(2, 64)}, "cos: shape"),
+        (
+            {"cos": torch.zeros(2, 64)},
+            "cos: has 64 columns; needs one for two rotated elements: a multiple of 16, at most 32",
+        ),
         ({"positions": torch.zeros(2, dtype=torch.int32)}, "positions: dtype"),
         ({"slots": torch.zeros(3, dtype=torch.int64)}, "slots: shape"),
         ({"keys": torch.zeros(2, 3, 2, 64).bfloat16()}, "cache.keys: block size is 3"),

@@ -28,13 +28,12 @@ NOTHING = -1e30
 
 @dataclass(frozen=True)
 class Results:
-    """Results of `rows` query heads, in shared memory (those of warp w from byte w · `warp_bytes` on) and in global
-    memory. Every thread merges some dimensions of one head.
+    """Results of `rows` query heads: in shared memory one a warp of the block, in global memory one a split. Every
+    thread merges some dimensions of one head.
     """
 
     head_dim: int
     rows: int
-    warp_bytes: int
     dtype: torch.dtype
 
     @property
@@ -51,11 +50,12 @@ class Results:
         """Dimensions a thread merges."""
         return self.head_dim * self.rows // THREADS
 
-    def store_warp(self, mine: Any, acc: Any, largest: Any, weights: Any, lane: Any) -> None:
+    def store_warp(self, held: Any, acc: Any, largest: Any, weights: Any) -> None:
         """Sums, largest scores and sums of weights of this warp, a row each query head."""
-        g, j = lane // 4, lane % 4
+        thread = cute.arch.thread_idx()[0]
+        g, j = thread % WARP // 4, thread % 4
         for half in range(self.rows // 8):
-            row = mine + Uint32((g + 8 * half) * (self.pitch * 4))
+            row = Uint32(held.toint()) + Uint32((thread // WARP * self.rows + g + 8 * half) * (self.pitch * 4))
             total = vector.group_sum(weights[half], 4)
             for block in range(self.head_dim // 64):
                 for k in range(2):
@@ -70,22 +70,23 @@ class Results:
 
     @cute.jit
     def finish(
-        self, ring: cute.Pointer, arrived: cute.Tensor, out: Int64, partials: Int64, counter: Int64, sinks: Int64,
+        self, held: cute.Pointer, arrived: cute.Tensor, out: Int64, partials: Int64, counter: Int64, sinks: Int64,
         first_head: Int32, group: Int32, split: Int32, splits: Int32, value_scale: Float32,
     ) -> None:  # fmt: skip
-        """Merge the warps' results, and those of all splits if this block is the last of them.
+        """Merge the warps' results, and those of all splits if this block is the last of them. A block barrier before
+        it has made the warps' results visible; another one in it says that they have been read.
 
         counter: u32, 0 between launches. Every block of a request's splits adds 1 after it has written its result
         (release), and whoever comes last has thereby seen the others' (acquire) and sets it back.
         """
         thread = cute.arch.thread_idx()[0]
         row, column = thread * self.each // self.head_dim, thread * self.each % self.head_dim
-        state = self.merge(
-            [self.read_shared(ring, warp, row, column) for warp in range(WARPS)], self.nothing(), [True] * WARPS
-        )
         sink = Float32(NOTHING)
         if (sinks != 0) & (row < group):
             sink = vector.scalar(sinks + Int64(first_head + row) * 4, Float32)[0] * Float32(1 / math.log(2))
+        state = self.merge(
+            [self.read_shared(held, warp, row, column) for warp in range(WARPS)], self.nothing(), [True] * WARPS
+        )
         target = out + Int64(row * self.head_dim + column) * self.dtype.itemsize
         mine = partials + Int64(row * self.pitch) * 4
         if splits == 1:
@@ -122,9 +123,9 @@ class Results:
             largest = top
         return largest, weights, sums
 
-    def read_shared(self, ring: Any, warp: int, row: Any, column: Any) -> Any:
+    def read_shared(self, held: Any, warp: int, row: Any, column: Any) -> Any:
         """A warp's result for this thread's dimensions."""
-        place = Uint32(ring.toint()) + Uint32(warp * self.warp_bytes) + Uint32(row * (self.pitch * 4))
+        place = Uint32(held.toint()) + Uint32(warp * self.bytes) + Uint32(row * (self.pitch * 4))
         sums = [
             ptx.from_bits(word)
             for i in range(0, self.each, 4)

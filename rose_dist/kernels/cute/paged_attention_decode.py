@@ -13,6 +13,7 @@ from rose_dist.kernels import jit, vector, warp_matrix
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute.attention_results import NOTHING, THREADS, WARPS, Results, exp2
 from rose_dist.kernels.cute.kv_tiles import Tiles, seen
+from rose_dist.kernels.cute.split_items import find, tiles_of
 from rose_dist.kernels.dsl import (
     Float32,
     Int32,
@@ -23,13 +24,12 @@ from rose_dist.kernels.dsl import (
     cutlass,
     range_constexpr,
 )  # fmt: skip
-from rose_dist.kernels.paged_attention import MIN_TILES, TILE, partial_floats
+from rose_dist.kernels.paged_attention import TILE
 from rose_dist.kernels.variants import WARP
 
-STAGE_BYTES, MOST_STAGES = 16384, 6
-"""Keys and values that a warp has on their way or in use: about so many bytes, in 3 to 6 tiles."""
-SM_SHARED_BYTES, BLOCK_OVERHEAD_BYTES = 228 << 10, 2 << 10
-"""Shared memory of an SM, Hopper's and Blackwell's, and what a block takes beside its warps' share."""
+MOST_STAGES = 6
+SM_SHARED_BYTES, BLOCK_OVERHEAD_BYTES = 228 << 10, (1 << 10) + 128
+"""Shared memory of an SM, Hopper's and Blackwell's, and what a block takes beside tiles and results."""
 
 
 @cache
@@ -67,24 +67,23 @@ class DecodeAttention(jit.Kernel):
         return Tiles(self.head_dim, self.cache_dtype)
 
     @property
-    def stages(self) -> int:
-        """Tiles in a warp's ring."""
-        return max(3, min(MOST_STAGES, STAGE_BYTES // self.tiles.bytes))
-
-    @property
-    def warp_bytes(self) -> int:
-        """Shared memory of a warp: first its tiles, then its result."""
-        return max(self.stages * self.tiles.bytes, self.rows * partial_floats(self.head_dim) * 4)
-
-    @property
     def results(self) -> Results:
-        return Results(self.head_dim, self.rows, self.warp_bytes, self.dtype)
+        return Results(self.head_dim, self.rows, self.dtype)
 
     @property
     def blocks_per_sm(self) -> int:
-        """As many as shared memory has room for, and registers: with large heads a thread needs most of 255."""
-        fit = SM_SHARED_BYTES // (WARPS * self.warp_bytes + BLOCK_OVERHEAD_BYTES)
-        return fit if self.head_dim == 64 else min(fit, 2)
+        """As registers allow: with large heads a thread needs most of 255."""
+        return 3 if self.head_dim == 64 else 2
+
+    @property
+    def stages(self) -> int:
+        """Tiles in a warp's ring, as many as shared memory has room for."""
+        room = SM_SHARED_BYTES // self.blocks_per_sm - BLOCK_OVERHEAD_BYTES - WARPS * self.results.bytes
+        return min(room // (WARPS * self.tiles.bytes), MOST_STAGES)
+
+    @property
+    def ring_bytes(self) -> int:
+        return self.stages * self.tiles.bytes
 
     @cute.jit
     def __call__(
@@ -113,120 +112,114 @@ class DecodeAttention(jit.Kernel):
         out: Int64, partials: Int64, counters: Int64, requests: Int32, key_heads: Int32, group: Int32,
         window: Int32, most_splits: Int32, scale: Float32, value_scale: Float32,
     ) -> None:  # fmt: skip
-        ring = cute.arch.alloc_smem(Uint32, WARPS * self.warp_bytes // 4, alignment=16)
+        ring = cute.arch.alloc_smem(Uint32, WARPS * self.ring_bytes // 4, alignment=16)
+        held = cute.arch.alloc_smem(Uint32, WARPS * self.results.bytes // 4, alignment=16)
         arrived = cute.make_tensor(cute.arch.alloc_smem(Uint32, 1), cute.make_layout(1))
-        thread, item = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
-        lane = thread % WARP
+        mine = Uint32(ring.toint()) + Uint32(cute.arch.thread_idx()[0] // WARP * self.ring_bytes)
+        queries = cute.make_rmem_tensor(self.rows // 8 * (self.head_dim // 8), Uint32)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         live = vector.live_rows(live_rows, requests)
-        first, before = Int32(0), Int32(0)
-        # Items are (request, split, key head). 32 requests at a time, a lane for each, until the item's is among them.
-        while first < requests:
-            length = self.length(lengths, first + lane, live)
-            splits, wanted = Int32(0), item // key_heads
-            if first + lane < requests:
-                splits = self.splits(length, window, most_splits)
-            total = cute.arch.warp_redux_sync(splits, "add")
-            if wanted >= before + total:
-                first += WARP
-                before += total
-            else:
-                start = before + self.exclusive_sum(splits, lane)
-                owner = cute.arch.warp_redux_sync(vector.select(start <= wanted, lane, Int32(0)), "max")
-                row, length = first + owner, cute.arch.shuffle_sync(length, owner)
-                split = wanted - cute.arch.shuffle_sync(start, owner)
-                splits = cute.arch.shuffle_sync(splits, owner)
-                head = item % key_heads
-                place = Int64(row) * key_heads + head
-                low = vector.max_of(length - window, Int32(0))
-                tiles = (length + (TILE - 1)) // TILE - low // TILE
-                begin = low // TILE + split * tiles // splits
-                end = low // TILE + (split + 1) * tiles // splits
-                self.attend(
-                    ring, q + (Int64(row) * q_stride + Int64(head) * group * self.head_dim) * self.dtype.itemsize,
-                    keys + Int64(head) * head_stride * self.cache_dtype.itemsize,
-                    values + Int64(head) * head_stride * self.cache_dtype.itemsize, slot_stride,
-                    tables + (Int64(row) * table_stride - self.first_block(first_blocks, row)) * 4, low, length, begin,
-                    end, group, scale,
-                )  # fmt: skip
-                cute.arch.sync_threads()
-                self.results.finish(
-                    ring, arrived, out + place * group * (self.head_dim * self.dtype.itemsize),
-                    partials + place * most_splits * self.results.bytes, counters + place * 4, sinks,
-                    head * group, group, split, splits, value_scale,
-                )  # fmt: skip
-                item += cute.arch.grid_dim()[0]
+        item = cute.arch.block_idx()[0]
+        first, before, row, length, split, splits = find(
+            item // key_heads, Int32(0), Int32(0), lengths, requests, live, window, most_splits
+        )
+        table, base = self.start(
+            mine, q, q_stride, keys, values, slot_stride, head_stride, tables, table_stride, first_blocks, queries, row,
+            length, split, splits, item % key_heads, group, window,
+        )  # fmt: skip
+        while row >= 0:
+            head = item % key_heads
+            low, begin, end = tiles_of(length, window, split, splits)
+            self.attend(
+                mine, held, keys + Int64(head) * head_stride * self.cache_dtype.itemsize,
+                values + Int64(head) * head_stride * self.cache_dtype.itemsize, slot_stride, table, base, queries, low,
+                length, begin, end, scale,
+            )  # fmt: skip
+            # The next item's copies are on their way while this one's results are merged.
+            item += cute.arch.grid_dim()[0]
+            first, before, next_row, next_length, next_split, next_splits = find(
+                item // key_heads, first, before, lengths, requests, live, window, most_splits
+            )
+            table, base = self.start(
+                mine, q, q_stride, keys, values, slot_stride, head_stride, tables, table_stride, first_blocks, queries,
+                next_row, next_length, next_split, next_splits, item % key_heads, group, window,
+            )  # fmt: skip
+            place = Int64(row) * key_heads + head
+            cute.arch.sync_threads()
+            self.results.finish(
+                held, arrived, out + place * group * (self.head_dim * self.dtype.itemsize),
+                partials + place * most_splits * self.results.bytes, counters + place * 4, sinks, head * group, group,
+                split, splits, value_scale,
+            )  # fmt: skip
+            row, length, split, splits = next_row, next_length, next_split, next_splits
 
-    def length(self, lengths: Any, row: Any, live: Any) -> Any:
-        """Of a live request; 0 of any other."""
-        known = vector.min_of(row, vector.max_of(live - 1, Int32(0)))
-        return vector.select(row < live, vector.scalar(lengths + Int64(known) * 4, Int32)[0], Int32(0))
+    def start(
+        self, ring: Any, q: Any, q_stride: Any, keys: Any, values: Any, slot_stride: Any, head_stride: Any, tables: Any,
+        table_stride: Any, first_blocks: Any, queries: Any, row: Any, length: Any, split: Any, splits: Any, head: Any,
+        group: Any, window: Any,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """Load this lane's queries and start copying the warp's first tiles; none, if there is no such request.
 
-    def splits(self, length: Any, window: Any, most: Any) -> Any:
-        """Blocks that share the keys of a request for one key head: they depend on nothing but its own length."""
-        low = vector.max_of(length - window, Int32(0))
-        tiles = (length + (TILE - 1)) // TILE - low // TILE
-        return vector.max_of(vector.min_of(tiles // MIN_TILES, most), Int32(1))
+        Returns the request's table and the slot of the tile after those.
+        """
+        warp = cute.arch.thread_idx()[0] // WARP
+        row = Int64(vector.max_of(row, Int32(0)))
+        low, begin, end = tiles_of(length, window, split, splits)
+        table = tables + (row * table_stride - self.first_block(first_blocks, row)) * 4
+        tile = begin + warp
+        # All table entries are asked for before the first copy, which then waits once.
+        bases = [self.tile_slot(table, tile + stage * WARPS, end) for stage in range(self.stages)]
+        heads = Int64(head) * head_stride * self.cache_dtype.itemsize
+        for stage in range(self.stages - 1):
+            self.tiles.copy(
+                ring + Uint32(stage * self.tiles.bytes), keys + heads, values + heads, slot_stride, bases[stage],
+                tile + stage * WARPS, low, length, end,
+            )  # fmt: skip
+        self.load_queries(
+            q + (row * q_stride + Int64(head) * group * self.head_dim) * self.dtype.itemsize, group, queries
+        )
+        return table, bases[-1]
+
+    def load_queries(self, q: Any, group: Any, queries: Any) -> None:
+        """Rows g and g + 8 in the order that `Tiles.keys` has."""
+        g = cute.arch.thread_idx()[0] % WARP // 4
+        words = [word for half in range(self.rows // 8) for word in self.tiles.queries(q, g + 8 * half, group)]
+        for i, word in enumerate(words):
+            queries[i] = word
 
     @cute.jit
-    def first_block(self, first_blocks: Int64, row: Int32) -> Int64:
+    def first_block(self, first_blocks: Int64, row: Int64) -> Int64:
         """What block the request's table starts with."""
         first = Int32(0)
         if first_blocks != 0:
-            first = vector.scalar(first_blocks + Int64(row) * 4, Int32)[0]
+            first = vector.scalar(first_blocks + row * 4, Int32)[0]
         return Int64(first)
-
-    def exclusive_sum(self, value: Any, lane: Any) -> Any:
-        """Of the lanes before this one."""
-        total, offset = value, 1
-        while offset < WARP:
-            below = cute.arch.shuffle_sync_up(total, offset, mask_and_clamp=0)
-            total = total + vector.select(lane >= offset, below, Int32(0))
-            offset *= 2
-        return total - value
 
     @cute.jit
     def attend(
-        self, ring: cute.Pointer, q: Int64, keys: Int64, values: Int64, slot_stride: Int64, table: Int64, low: Int32,
-        high: Int32, begin: Int32, end: Int32, group: Int32, scale: Float32,
+        self, ring: Uint32, held: cute.Pointer, keys: Int64, values: Int64, slot_stride: Int64, table: Int64,
+        base: Int64, queries: cute.Tensor, low: Int32, high: Int32, begin: Int32, end: Int32, scale: Float32,
     ) -> None:  # fmt: skip
-        """This warp's share of tiles `begin` … `end` − 1, keys `low` … `high` − 1 of them; into shared memory."""
-        thread = cute.arch.thread_idx()[0]
-        warp, lane = thread // WARP, thread % WARP
-        mine = Uint32(ring.toint()) + Uint32(warp * self.warp_bytes)
+        """This warp's share of tiles `begin` … `end` − 1, keys `low` … `high` − 1 of them; into `held`."""
         acc = cute.make_rmem_tensor(4 * (self.head_dim // 8), Float32)
         acc.fill(0.0)
         # For this lane's rows g and g + 8: the largest score, and its own part of the sum of weights.
         largest, weights = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         largest.fill(NOTHING)
         weights.fill(0.0)
-        tile = begin + warp
+        tile = begin + cute.arch.thread_idx()[0] // WARP
         count = vector.max_of((end - tile + (WARPS - 1)) // WARPS, Int32(0))
-        # All table entries are asked for before the first copy, which then waits once.
-        bases = [self.tile_slot(table, tile + stage * WARPS, end) for stage in range(self.stages)]
-        for stage in range_constexpr(self.stages - 1):
-            self.tiles.copy(
-                mine + Uint32(stage * self.tiles.bytes), keys, values, slot_stride, bases[stage], tile + stage * WARPS,
-                low, high, end,
-            )  # fmt: skip
-        base = bases[-1]
-        queries = [self.tiles.queries(q, lane // 4 + 8 * half, group) for half in range(self.rows // 8)]
+        # Where the ring is read, and where it is filled: one tile behind.
+        full, free = ring, ring + Uint32((self.stages - 1) * self.tiles.bytes)
         for i in cutlass.range(count, unroll=1):
             ahead = tile + (i + (self.stages - 1)) * WARPS
             warp_matrix.await_copies(self.stages - 2)
-            self.tiles.copy(
-                mine + Uint32((i + (self.stages - 1)) % self.stages * self.tiles.bytes), keys, values, slot_stride,
-                base, ahead, low, high, end,
-            )  # fmt: skip
+            self.tiles.copy(free, keys, values, slot_stride, base, ahead, low, high, end)
             base = self.tile_slot(table, ahead + WARPS, end)
-            self.multiply(
-                mine + Uint32(i % self.stages * self.tiles.bytes), queries, acc, largest, weights, tile + i * WARPS,
-                low, high, scale,
-            )  # fmt: skip
-        warp_matrix.await_copies(0)
-        cute.arch.sync_warp()
-        self.results.store_warp(mine, acc, largest, weights, lane)
+            self.multiply(full, queries, acc, largest, weights, tile + i * WARPS, low, high, scale)
+            full, free = self.next_tile(ring, full), full
+        self.results.store_warp(held, acc, largest, weights)
 
     @cute.jit
     def tile_slot(self, table: Int64, tile: Int32, end: Int32) -> Int64:
@@ -237,25 +230,31 @@ class DecodeAttention(jit.Kernel):
         return (Int64(block) * self.block_tiles + tile % self.block_tiles) * TILE
 
     def fragments(self, halves: Any, step: int) -> Any:
-        """a of product step `step` from words of rows g and g + 8."""
+        """a of product step `step` from words of rows g and g + 8, two a step."""
         zero = Uint32(0)
         low, high = (halves[0][2 * step + i] for i in range(2))
         if self.wide_group:
             return [low, halves[1][2 * step], high, halves[1][2 * step + 1]]
         return [low, zero, high, zero]
 
+    def next_tile(self, ring: Any, place: Any) -> Any:
+        """The place after `place` in the ring."""
+        after = place + Uint32(self.tiles.bytes)
+        return Uint32(vector.select(after == ring + Uint32(self.ring_bytes), ring, after))
+
     @cute.jit
     def multiply(
-        self, stage: Uint32, queries: list[Any], acc: cute.Tensor, largest: cute.Tensor, weights: cute.Tensor,
+        self, stage: Uint32, queries: cute.Tensor, acc: cute.Tensor, largest: cute.Tensor, weights: cute.Tensor,
         tile: Int32, low: Int32, high: Int32, scale: Float32,
     ) -> None:  # fmt: skip
         """One tile: scores, weights, and the weighted sum of values."""
         j = cute.arch.thread_idx()[0] % 4
-        scores = []
+        scores, words_each = [], self.head_dim // 8
+        heads = [[queries[half * words_each + i] for i in range(words_each)] for half in range(self.rows // 8)]
         for n in range_constexpr(2):
             c = [Float32(0.0)] * 4
             for step, words in enumerate(self.tiles.keys(stage, n)):
-                c = self.tiles.multiply_add(c, self.fragments(queries, step), words)
+                c = self.tiles.multiply_add(c, self.fragments(heads, step), words)
             scores.append(c)
         halves, factors = [], []
         for half in range_constexpr(self.rows // 8):
