@@ -85,7 +85,8 @@ def routed(tokens: int, experts: int) -> tuple[torch.Tensor, ExpertRows]:
     counts = torch.bincount(ids.flatten(), minlength=experts).int()
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64, device=DEVICE), counts.long().cumsum(0)])
     x = torch.randn(tokens * TOP_K, HIDDEN, device=DEVICE).bfloat16()
-    return x, ExpertRows(counts, offsets, tokens)
+    mean = tokens * TOP_K / experts
+    return x, ExpertRows(counts, offsets, max(1, round(mean + 3 * mean**0.5)))
 
 
 def check(layer: Layer, tokens: int, experts: int) -> float:
