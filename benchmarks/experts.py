@@ -3,8 +3,8 @@
     python -m benchmarks.experts [--models gpt-oss-120b gpt-oss-20b] [--tokens 1 2 4 …] [--sweep] [--out FOLDER]
 
 Routing is uniform: every token goes to 4 distinct experts at random. A graph goes through several layers, each with its
-own weights, so that none are left in L2 from the time before. Bytes are those of the experts touched; the share is that
-of this run's copy rate. `--sweep` times other shapes of the kernel too. A failed check ends the run.
+own weights, so that none are left in L2 from the time before. Bytes are those of the experts touched, once; the share
+is that of this run's copy rate. `--sweep` times other shapes of the kernel too. A failed check ends the run.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ import torch
 from benchmarks.graphs import copy_rate, table, time_call
 from rose_dist.kernels import launch
 from rose_dist.kernels.mxfp4 import dequantize_mxfp4
-from rose_dist.kernels.mxfp4_experts import ExpertRows, expert_linear, expert_swiglu, launch_tiling, tiling
+from rose_dist.kernels.mxfp4_experts import ExpertRows, expert_linear, expert_swiglu, launch_gemm, launch_tiling, tiling
 from rose_dist.kernels.mxfp4_layout import CODE_BYTES, PackedMxfp4
 from rose_dist.kernels.swiglu import ALPHA
-from rose_dist.kernels.variants import EXPERT_SHAPES, StreamShape
+from rose_dist.kernels.variants import StreamShape
 
 DEVICE = torch.device("cuda", 0)
 HIDDEN, TOP_K, LIMIT = 2880, 4, 7.0
 MODELS = {"gpt-oss-120b": 128, "gpt-oss-20b": 32}
 """Experts."""
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 1024, 4096)
 LAYERS = 6
-SWEEP = {
+FLOP_A_ROW = 2 * 3 * HIDDEN * HIDDEN
+SWEEP: dict[int, tuple[StreamShape | None, ...]] = {
     1: (
         StreamShape(15, 3, 4, rows=1, buffers=2, per_sm=2), StreamShape(15, 3, 6, rows=1, buffers=2),
         StreamShape(15, 3, 9, rows=1, buffers=2), StreamShape(15, 6, 8, rows=1, buffers=2, per_sm=2),
@@ -47,8 +48,11 @@ SWEEP = {
     ),
     64: (
         StreamShape(15, 3, 4, rows=16, buffers=1), StreamShape(15, 6, 8, rows=16, buffers=1),
-        StreamShape(15, 3, 6, rows=8, buffers=1), StreamShape(9, 5, 8, rows=16, buffers=1),
+        StreamShape(15, 3, 6, rows=8, buffers=1), StreamShape(9, 5, 8, rows=16, buffers=1), None,
     ),
+    256: (StreamShape(15, 3, 4, rows=16, buffers=1), None),
+    512: (StreamShape(15, 3, 4, rows=16, buffers=1), None),
+    1024: (StreamShape(15, 3, 4, rows=16, buffers=1), None),
 }  # fmt: skip
 """By tokens: shapes to compare."""
 
@@ -81,7 +85,8 @@ def routed(tokens: int, experts: int) -> tuple[torch.Tensor, ExpertRows]:
     counts = torch.bincount(ids.flatten(), minlength=experts).int()
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64, device=DEVICE), counts.long().cumsum(0)])
     x = torch.randn(tokens * TOP_K, HIDDEN, device=DEVICE).bfloat16()
-    return x, ExpertRows(counts, offsets, tokens)
+    mean = tokens * TOP_K / experts
+    return x, ExpertRows(counts, offsets, max(1, round(mean + 3 * mean**0.5)))
 
 
 def check(layer: Layer, tokens: int, experts: int) -> float:
@@ -128,12 +133,12 @@ def figures(layers: list[Layer], model: str, tokens: int, rate: float) -> dict[s
         "model": model, "tokens": tokens, "experts touched": touched, "most rows": int(rows.counts.max()),
         "MB": (first + second) / 1e6, "first us": one, "% of copy": 100 * first / rate / one, "second us": two,
         "% of copy ": 100 * second / rate / two, "both us": both, "TB/s": (first + second) / both / 1e6,
-        "both % of copy": 100 * (first + second) / rate / both,
+        "both % of copy": 100 * (first + second) / rate / both, "TFLOP/s": FLOP_A_ROW * x.shape[0] / both / 1e6,
     }  # fmt: skip
 
 
-def sweep(layers: list[Layer], tokens: int, shape: StreamShape, rate: float) -> dict[str, Any]:
-    """Both kernels in one shape."""
+def sweep(layers: list[Layer], tokens: int, shape: StreamShape | None, rate: float) -> dict[str, Any]:
+    """Both kernels in one shape; None is the kernel for many rows."""
     torch.manual_seed(tokens)
     x, rows = routed(tokens, layers[0].gate_up.experts)
     touched = int((rows.counts > 0).sum())
@@ -144,6 +149,9 @@ def sweep(layers: list[Layer], tokens: int, shape: StreamShape, rate: float) -> 
         for weight, bias, source, out, gated in (
             (layer.gate_up, layer.gate_up_bias, x, h, True), (layer.down, layer.down_bias, h, y, False),
         ):  # fmt: skip
+            if shape is None:
+                launch_gemm(source, weight, bias, rows, out, gated=gated, alpha=ALPHA, limit=LIMIT)
+                continue
             launch_tiling(
                 source, weight, bias, rows, out, tiling(weight, shape), device, gated=gated, early=not gated,
                 alpha=ALPHA, limit=LIMIT,
@@ -151,7 +159,10 @@ def sweep(layers: list[Layer], tokens: int, shape: StreamShape, rate: float) -> 
 
     us = per_layer(layers, call)
     moved = touched * (layers[0].gate_up.data[0].numel() + layers[0].down.data[0].numel())
-    return {"tokens": tokens, "shape": str(shape), "both us": us, "% of copy": 100 * moved / rate / us}
+    return {
+        "tokens": tokens, "shape": str(shape or "many rows"), "both us": us, "% of copy": 100 * moved / rate / us,
+        "TFLOP/s": FLOP_A_ROW * x.shape[0] / us / 1e6,
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -176,7 +187,7 @@ def main() -> None:
             print(f"[{time.perf_counter() - begin:5.1f} s] {shown}; relative error {error:.2g}", flush=True)
         if arguments.sweep and model == "gpt-oss-120b":
             for tokens, shapes in SWEEP.items():
-                for shape in (EXPERT_SHAPES.select(tokens), *shapes):
+                for shape in shapes:
                     results["sweep"].append(sweep(layers, tokens, shape, rate))
                     print(f"[{time.perf_counter() - begin:5.1f} s] {results['sweep'][-1]}", flush=True)
         del layers

@@ -107,12 +107,12 @@ def _launch(
 ) -> None:  # fmt: skip
     if x.shape[0] == 0:
         return
-    if x.shape[0] >= EXPERT_GEMM_ROWS * weight.experts:
+    if rows.most >= EXPERT_GEMM_ROWS:
         launch_gemm(x, weight, bias, rows, out, gated=gated, alpha=alpha, limit=limit)
         return
     shape = EXPERT_SHAPES.select(rows.most)
     if weight.experts + x.shape[0] // shape.rows > MAX_SEGMENTS:
-        raise checks.fail("x", f"has {x.shape[0]} rows; at most {MAX_SEGMENTS - weight.experts} · {shape.rows} fit")
+        raise checks.fail("x", f"has {x.shape[0]} rows; at most {(MAX_SEGMENTS - weight.experts) * shape.rows} fit")
     launch_tiling(
         x, weight, bias, rows, out, tiling(weight, shape), launch.device(x), gated=gated, early=early, alpha=alpha,
         limit=limit,

@@ -314,8 +314,8 @@ class GemmTiling:
         return self.ring_offset + self.stages * self.stage_bytes
 
 
-EXPERT_GEMM_ROWS = 24
-"""Rows an expert on average from which on `gemm`'s kernel serves."""
+EXPERT_GEMM_ROWS = 40
+"""Rows of the largest expert from which on `gemm`'s kernel serves: 24 on average, if they are spread at random."""
 
 
 def gemm(columns: int, tile_bytes: int) -> GemmTiling:
