@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -40,8 +41,8 @@ def plan(before: Placement, after: Placement) -> list[Move]:
 
 
 def move_experts(before: Placement, after: Placement, group: Group, tensors: Sequence[torch.Tensor]) -> int:
-    """Rewrite `tensors` in place, each [this rank's slots, …] of two or more dimensions, on any device. Collective over
-    `group`, the ranks of both placements.
+    """Rewrite `tensors` in place, each [this rank's slots, …], on any device. Collective over `group`, the ranks of both
+    placements.
 
     Returns:
         Bytes that this rank received from others.
@@ -61,8 +62,9 @@ def move_experts(before: Placement, after: Placement, group: Group, tensors: Seq
             return torch.tensor([number - first for number in numbers], dtype=torch.int64, device=tensor.device)
 
         kept = tensor[slots(move.source for move in local)]  # a copy: what is written next may be a source too
-        sent = tensor[slots(move.source for move in outgoing)].cpu().flatten(1).view(torch.uint8)
-        arrived = sent.new_empty(len(incoming), sent.shape[1])
+        size = tensor.element_size() * math.prod(tensor.shape[1:])
+        sent = tensor[slots(move.source for move in outgoing)].cpu().view(torch.uint8).reshape(len(outgoing), size)
+        arrived = sent.new_empty(len(incoming), size)
         group.all_to_all_rows(sent, to, arrived, source)
         rows = arrived.view(tensor.dtype).view(len(incoming), *tensor.shape[1:])
         tensor[slots(move.target for move in local)] = kept

@@ -102,10 +102,10 @@ def test_useless_redundancy_is_refused(experts: int, ranks: int, redundant: int)
 
 
 def weights_of(slots: tuple[int, ...], layer: int) -> list[torch.Tensor]:
-    """Two tensors whose rows tell the expert; without any slot they have no row."""
+    """Tensors whose rows tell the expert; without any slot they have no row."""
     ids = torch.tensor(slots, dtype=torch.float32)
     matrix = ids[:, None, None] + torch.arange(6.0).view(2, 3) / 10 + 100 * layer
-    return [matrix.clone(), (ids[:, None] * torch.ones(5)).bfloat16()]
+    return [matrix.clone(), (ids[:, None] * torch.ones(5)).bfloat16(), ids.clone()]
 
 
 def move(world: World, seed: int) -> list[int]:
