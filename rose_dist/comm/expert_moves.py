@@ -41,8 +41,8 @@ def plan(before: Placement, after: Placement) -> list[Move]:
 
 
 def move_experts(before: Placement, after: Placement, group: Group, tensors: Sequence[torch.Tensor]) -> int:
-    """Rewrite `tensors` in place, each [this rank's slots, …], on any device. Collective over `group`, the ranks of both
-    placements.
+    """Rewrite `tensors` in place, each [this rank's slots, …], on any device. Collective over `group`, the ranks of
+    both placements.
 
     Returns:
         Bytes that this rank received from others.
