@@ -17,6 +17,7 @@ from rose_dist.comm.all_to_all.protocol import Dispatched, Routing
 from rose_dist.comm.layout import Layout
 from rose_dist.comm.symmetric_memory import Region
 from rose_dist.kernels.arch import ARCHS
+from rose_dist.kernels.errors import KernelArgumentError
 from rose_dist.kernels.expert_slots import PackedLayout
 from tests.comm.emulated import SMS, Cluster
 from tests.comm.oracle import Batch, Case, expected_out, expected_rows, run_experts
@@ -234,5 +235,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
             job.moes[0].dispatch(x, routing)
         with pytest.raises(RuntimeError, match="another all-to-all"):
             job.moes[1].combine_send(held.x, held)
+        with pytest.raises(KernelArgumentError, match="expert_out: rows are not contiguous"):
+            job.moes[0].exchange.combine_send(held.x.T.contiguous().T, held.handle.received, 3)
         with pytest.raises(ValueError, match="out is"):
             job.moes[0].combine(held.x, held, out=x[:1])

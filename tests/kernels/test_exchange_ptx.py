@@ -14,7 +14,7 @@ from rose_dist.kernels.cute.exchange_combine import ExchangeCombine
 from rose_dist.kernels.cute.exchange_dispatch import ExchangeDispatch
 from rose_dist.kernels.cute.exchange_rows import PushRows, SumChunks
 from rose_dist.kernels.exchange_layout import ExchangeLayout
-from rose_dist.kernels.exchange_tiling import TURNS
+from rose_dist.kernels.exchange_tiling import PARTS
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.jit import Binary
 
@@ -32,12 +32,12 @@ def arch(request: pytest.FixtureRequest) -> Arch:
 @pytest.fixture(scope="module")
 def binaries(arch: Arch) -> list[Binary]:
     """Both halves in one launch, and the kernels of plain rows."""
-    few, kinds = TURNS.variants[0], (ExchangeDispatch, ExchangeCombine, PushRows, SumChunks)
+    few, kinds = PARTS.variants[0], (ExchangeDispatch, ExchangeCombine, PushRows, SumChunks)
     return [
         jit.compile_binary(kernel)
         for kernel in registry._exchanges(arch)
         if isinstance(kernel, kinds)
-        and getattr(kernel, "turns", few) == few
+        and getattr(kernel, "most", few) == few
         and getattr(kernel, "send", True) == getattr(kernel, "receive", True)
     ]
 
@@ -96,7 +96,7 @@ def test_the_largest_layout_fits_into_shared_memory() -> None:
     layout = ExchangeLayout(
         ranks=2, experts=2048, top_k=8, max_tokens=256, row_bytes=24576, scale_bytes=0, result_bytes=49152
     )
-    kernel = ExchangeDispatch(HOPPER, layout, PackedLayout(), 16, TURNS.variants[-1], True, True)
+    kernel = ExchangeDispatch(HOPPER, layout, PackedLayout(), 16, PARTS.variants[-1], True, True)
     sizes = re.findall(r"\.shared\s+\.align \d+ \.b8 \S+\[(\d+)\]", jit.compile_binary(kernel).ptx)
     assert 40_000 < sum(map(int, sizes)) <= 48 * 1024
 
