@@ -12,21 +12,21 @@ LEAST_THREADS = 64
 PART_UNIT = 8
 """Packets of a part are a multiple of this, so that it holds whole vectors of 32 bytes."""
 
-TURNS = Ranges((0, 51), (1, 2))
-"""Packets that a thread takes of a record at most, by tokens for every 100 SMs: with few tokens a long record is spread
-over several blocks."""
+PARTS = Ranges((0, 13, 51), (128, 512, 1024))
+"""Most packets of a record that a block takes at a time, by tokens for every 100 SMs: with few tokens a record is
+spread over several blocks. At 1,024 a part takes 12 KB of shared memory."""
 
 
 @dataclass(frozen=True)
 class PacketTiling:
-    """`splits` blocks take a record of `packets` packets, a thread up to `turns` of them."""
+    """`splits` blocks take a record of `packets` packets, each up to `most`, a thread up to `turns` of them."""
 
     packets: int
-    most_turns: int
+    most: int
 
     @property
     def splits(self) -> int:
-        return -(-self.packets // (MOST_THREADS * self.most_turns))
+        return -(-self.packets // self.most)
 
     @property
     def part(self) -> int:

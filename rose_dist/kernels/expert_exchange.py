@@ -6,6 +6,7 @@ tokens travel as packets and take one launch each way; more travel as plain rows
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from rose_dist.kernels import checks, jit, launch
 from rose_dist.kernels.exchange_layout import CHUNK, HEADER_WORDS, ExchangeLayout
 from rose_dist.kernels.exchange_order import SourceOrder
-from rose_dist.kernels.exchange_tiling import TURNS, PacketTiling
+from rose_dist.kernels.exchange_tiling import PARTS, PacketTiling
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.moe_dispatch import LIMIT_NS
 from rose_dist.kernels.peer_regions import STAGES
@@ -95,10 +96,10 @@ class ExpertExchange:
         self._peers.copy_(torch.tensor(regions))
         self._own = regions[rank]
         self._wait = (self.report.address, limit_ns, rank)
-        for turns in TURNS.variants:
+        for most in PARTS.variants:
             for send, receive in ((True, True), (True, False), (False, True)):
-                self._dispatch_kernel(turns, send, receive)
-                self._combine_kernel(turns, send, receive, result_dtype, False)
+                self._dispatch_kernel(most, send, receive)
+                self._combine_kernel(most, send, receive, result_dtype, False)
         if layout.has_rows:
             self._order = SourceOrder(layout, device, sms)
             self._push_kernel()
@@ -117,9 +118,10 @@ class ExpertExchange:
         self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None, out: ReceivedRows
     ) -> None:
         """Both halves, in one launch where that goes."""
+        _check_inputs(x, scales, ids)
         if tokens > self.layout.packet_tokens:
             self._push_rows(x, scales, ids, tokens, live_rows)
-            self.dispatch_receive(out)
+            self.dispatch_receive(out, tokens)
         else:
             self._dispatch((x, scales, ids, live_rows), tokens, out, True, True)
 
@@ -129,14 +131,17 @@ class ExpertExchange:
         """`x` [tokens, row], `ids` int32 [tokens, top_k]; live are the first `tokens` or fewer, if `live_rows`, int32
         [1], says so.
         """
+        _check_inputs(x, scales, ids)
         if tokens > self.layout.packet_tokens:
             self._push_rows(x, scales, ids, tokens, live_rows)
         else:
             self._dispatch((x, scales, ids, live_rows), tokens, None, True, False)
 
-    def dispatch_receive(self, out: ReceivedRows) -> None:
-        """What all ranks sent in their oldest dispatch that is not received yet."""
-        self._dispatch((None, None, None, None), 0, out, False, True)
+    def dispatch_receive(self, out: ReceivedRows, tokens: int) -> None:
+        """What all ranks sent in their oldest dispatch that is not received yet; `tokens`: what this one sent, by which
+        a shape is chosen.
+        """
+        self._dispatch((None, None, None, None), tokens, out, False, True)
 
     def combine(
         self, expert_out: Tensor, received: ReceivedRows, ids: Tensor, weights: Tensor, out: Tensor, *, tokens: int,
@@ -144,14 +149,14 @@ class ExpertExchange:
     ) -> None:  # fmt: skip
         """Both halves, in one launch where that goes."""
         if tokens > self.layout.packet_tokens:
-            self.combine_send(expert_out, received)
+            self.combine_send(expert_out, received, tokens)
             self._sum_rows((ids, weights, live_rows, out), tokens, accumulate)
         else:
             self._combine(expert_out, received, (ids, weights, live_rows, out), tokens, accumulate)
 
-    def combine_send(self, expert_out: Tensor, received: ReceivedRows) -> None:
-        """Results in the order of the packed rows, as this dispatch's receipt left them."""
-        self._combine(expert_out, received, None, 0, False)
+    def combine_send(self, expert_out: Tensor, received: ReceivedRows, tokens: int) -> None:
+        """Results in the order of the packed rows, as this dispatch's receipt left them; `tokens` as for that."""
+        self._combine(expert_out, received, None, tokens, False)
 
     def combine_receive(
         self, ids: Tensor, weights: Tensor, out: Tensor, *, tokens: int, live_rows: Tensor | None, accumulate: bool
@@ -167,8 +172,8 @@ class ExpertExchange:
     def _dispatch(
         self, given: tuple[Tensor | None, ...], tokens: int, out: ReceivedRows | None, send: bool, receive: bool
     ) -> None:
-        turns = TURNS.select(tokens * 100 // self._sms)
-        tiling = PacketTiling(self.layout.data_packets, turns)
+        most = PARTS.select(tokens * 100 // self._sms)
+        tiling = PacketTiling(self.layout.data_packets, most)
         written: tuple[Tensor | None, ...] = (None,) * 8
         if out is not None:
             written = (
@@ -177,7 +182,7 @@ class ExpertExchange:
         state = self._state.data_ptr()
         x, scales, ids, live_rows = given
         launch.run(
-            self._dispatch_kernel(turns, send, receive), self._state, x, scales, ids, live_rows, state + 32, *written,
+            self._dispatch_kernel(most, send, receive), self._state, x, scales, ids, live_rows, state + 32, *written,
             self._peers, self._own, state, state + 8, *self._wait, tokens,
             self._blocks(tokens * tiling.splits, receive),
         )  # fmt: skip
@@ -186,15 +191,19 @@ class ExpertExchange:
         self, expert_out: Tensor | None, received: ReceivedRows | None, wanted: tuple[Tensor | None, ...] | None,
         tokens: int, accumulate: bool,
     ) -> None:  # fmt: skip
-        turns = TURNS.select(tokens * 100 // self._sms)
-        tiling = PacketTiling(self.layout.result_packets, turns)
+        most = PARTS.select(tokens * 100 // self._sms)
+        tiling = PacketTiling(self.layout.result_packets, most)
         ids, weights, live_rows, out = wanted or (None,) * 4
         stride, tables = 0, (None,) * 4
+        if out is not None:
+            checks.dtype("out", out, torch.bfloat16, torch.float16, torch.float32)
+            checks.dense("out", out)
         if expert_out is not None and received is not None:
+            checks.rows("expert_out", expert_out)
             stride = expert_out.stride(0) * expert_out.element_size()
             tables = (received.sources, received.tokens, received.slots, received.runs)  # type: ignore[assignment]
         out_dtype = self.result_dtype if out is None else out.dtype
-        kernel = self._combine_kernel(turns, received is not None, wanted is not None, out_dtype, accumulate)
+        kernel = self._combine_kernel(most, received is not None, wanted is not None, out_dtype, accumulate)
         state = self._state.data_ptr()
         launch.run(
             kernel, self._state, expert_out, stride, *tables, ids, weights, live_rows, out, self._peers, self._own,
@@ -214,6 +223,8 @@ class ExpertExchange:
 
         ids, weights, live_rows, out = wanted
         assert out is not None
+        checks.dtype("out", out, torch.bfloat16, torch.float16, torch.float32)
+        checks.dense("out", out)
         launch.run(
             self._sum_kernel(out.dtype, accumulate), self._state, ids, weights, live_rows, out, self._own,
             self._state.data_ptr() + 24, *self._wait, tokens, -(-tokens // CHUNK) * SUM_BLOCKS,
@@ -223,20 +234,20 @@ class ExpertExchange:
         """Blocks for this rank's `items`; with `others`, for what other ranks sent too: only the GPU knows how much."""
         return self._sms if others else max(1, min(self._sms, items))
 
-    def _dispatch_kernel(self, turns: int, send: bool, receive: bool) -> jit.Launcher:
+    def _dispatch_kernel(self, most: int, send: bool, receive: bool) -> jit.Launcher:
         from rose_dist.kernels.cute.exchange_dispatch import ExchangeDispatch  # noqa: PLC0415 - it loads the compiler
 
         width = launch.widest(self._arch, self.layout.row_bytes)
-        return _load(ExchangeDispatch(self._arch, self.layout, self.packed, width, turns, send, receive))
+        return _load(ExchangeDispatch(self._arch, self.layout, self.packed, width, most, send, receive))
 
     def _combine_kernel(
-        self, turns: int, send: bool, receive: bool, out_dtype: torch.dtype, accumulate: bool
+        self, most: int, send: bool, receive: bool, out_dtype: torch.dtype, accumulate: bool
     ) -> jit.Launcher:
         from rose_dist.kernels.cute.exchange_combine import ExchangeCombine  # noqa: PLC0415 - it loads the compiler
 
         return _load(
             ExchangeCombine(
-                self._arch, self.layout, self.result_dtype, out_dtype, accumulate and receive, turns, send, receive
+                self._arch, self.layout, self.result_dtype, out_dtype, accumulate and receive, most, send, receive
             )
         )
 
@@ -249,6 +260,13 @@ class ExpertExchange:
         from rose_dist.kernels.cute.exchange_rows import SumChunks  # noqa: PLC0415 - it loads the compiler
 
         return _load(SumChunks(self._arch, self.layout, self.result_dtype, out_dtype, accumulate))
+
+
+def _check_inputs(x: Tensor, scales: Tensor | None, ids: Tensor) -> None:
+    checks.dense("x", x)
+    checks.dense("ids", ids, 4)
+    if scales is not None:
+        checks.dense("scales", scales, math.gcd(4, scales.shape[-1] * scales.element_size()))
 
 
 @cache

@@ -53,7 +53,7 @@ class NetworkExchange(ExpertExchange):
     ) -> None:
         """Both halves."""
         self.dispatch_send(x, scales, ids, tokens, live_rows)
-        self.dispatch_receive(out)
+        self.dispatch_receive(out, tokens)
 
     def dispatch_send(
         self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None
@@ -67,27 +67,27 @@ class NetworkExchange(ExpertExchange):
         )
         super().dispatch_send(x, scales, ids, tokens, live_rows)
 
-    def dispatch_receive(self, out: ReceivedRows) -> None:
+    def dispatch_receive(self, out: ReceivedRows, tokens: int) -> None:
         blocks = self._message_blocks(self.network.record_messages)
         self._run("LandRecords", *self._across, self._own, self._state.data_ptr() + 8, *self._wait, blocks)
-        super().dispatch_receive(out)
+        super().dispatch_receive(out, tokens)
 
     def combine(
         self, expert_out: Tensor, received: ReceivedRows, ids: Tensor, weights: Tensor, out: Tensor, *, tokens: int,
         live_rows: Tensor | None, accumulate: bool,
     ) -> None:  # fmt: skip
         """Both halves."""
-        self.combine_send(expert_out, received)
+        self.combine_send(expert_out, received, tokens)
         self.combine_receive(ids, weights, out, tokens=tokens, live_rows=live_rows, accumulate=accumulate)
 
-    def combine_send(self, expert_out: Tensor, received: ReceivedRows) -> None:
+    def combine_send(self, expert_out: Tensor, received: ReceivedRows, tokens: int) -> None:
         stride = expert_out.stride(0) * expert_out.element_size()
         tables = (received.sources, received.tokens, received.slots, received.runs)
         self._run(
             "SendResults", expert_out, stride, *tables, *self._across, self._state.data_ptr() + 16, self.rank,
             self._message_blocks(self.network.result_messages),
         )  # fmt: skip
-        super().combine_send(expert_out, received)
+        super().combine_send(expert_out, received, tokens)
 
     def combine_receive(
         self, ids: Tensor, weights: Tensor, out: Tensor, *, tokens: int, live_rows: Tensor | None, accumulate: bool

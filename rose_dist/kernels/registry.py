@@ -31,7 +31,7 @@ from rose_dist.kernels.cute.routing import Route
 from rose_dist.kernels.cute.small_linear import COLUMNS, SmallLinear
 from rose_dist.kernels.cute.swiglu import GatedActivation
 from rose_dist.kernels.exchange_layout import ExchangeLayout
-from rose_dist.kernels.exchange_tiling import TURNS
+from rose_dist.kernels.exchange_tiling import PARTS
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.formats import FORMATS, FP8, MXFP8, BlockFormat, BlockOutput, Scale, ScaleLayout
 from rose_dist.kernels.jit import Kernel
@@ -89,6 +89,7 @@ DEEPSEEK_EXCHANGE = ExchangeLayout(
     ranks=8, experts=256, top_k=8, max_tokens=4096, row_bytes=7168, scale_bytes=224, result_bytes=14336, in_flight=2
 )
 """Rows in bf16, decode alone; and in FP8 with results in bf16, also prefill."""
+
 MXFP4_EXPERTS = (128, 2880, 2880)
 """Experts, hidden, intermediate: GPT-OSS 120b. The 20b's kernels differ in nothing but the number of experts."""
 
@@ -241,13 +242,13 @@ def _all_reduces(arch: Arch) -> Iterator[Kernel]:
 
 
 def _exchanges(arch: Arch) -> Iterator[Kernel]:
-    bf16, (few, many) = torch.bfloat16, TURNS.variants
+    bf16, few, many = torch.bfloat16, PARTS.variants[0], PARTS.variants[-1]
     whole, halves = (True, True), ((True, False), (False, True))
     cases = [(GPT_OSS_EXCHANGE, PackedLayout(), few, half) for half in (whole, *halves)]
-    cases += [(DEEPSEEK_EXCHANGE, PackedLayout(128), turns, whole) for turns in (few, many)]
-    for layout, packed, turns, half in cases:
-        yield ExchangeDispatch(arch, layout, packed, launch.widest(arch, layout.row_bytes), turns, *half)
-        yield ExchangeCombine(arch, layout, bf16, bf16, False, turns, *half)
+    cases += [(DEEPSEEK_EXCHANGE, PackedLayout(128), most, whole) for most in (few, many)]
+    for layout, packed, most, half in cases:
+        yield ExchangeDispatch(arch, layout, packed, launch.widest(arch, layout.row_bytes), most, *half)
+        yield ExchangeCombine(arch, layout, bf16, bf16, False, most, *half)
     layout = DEEPSEEK_EXCHANGE
     yield AssignSlots(arch, layout.experts, layout.top_k, PackedLayout(), warps=8)
     yield AssignRecords(arch, layout.ranks, layout.top_k, PackedLayout(), 8, layout)

@@ -9,11 +9,13 @@ import pytest
 pytest.importorskip("cutlass")
 
 from rose_dist.kernels import binary, jit, registry
-from rose_dist.kernels.arch import ARCHS, Arch
+from rose_dist.kernels.arch import ARCHS, HOPPER, Arch
 from rose_dist.kernels.cute.exchange_combine import ExchangeCombine
 from rose_dist.kernels.cute.exchange_dispatch import ExchangeDispatch
 from rose_dist.kernels.cute.exchange_rows import PushRows, SumChunks
-from rose_dist.kernels.exchange_tiling import TURNS
+from rose_dist.kernels.exchange_layout import ExchangeLayout
+from rose_dist.kernels.exchange_tiling import PARTS
+from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.jit import Binary
 
 PACKET_STORE, PACKET_LOAD = "st.relaxed.sys.global.v4.b32", "ld.relaxed.sys.global.v4.b32"
@@ -30,12 +32,12 @@ def arch(request: pytest.FixtureRequest) -> Arch:
 @pytest.fixture(scope="module")
 def binaries(arch: Arch) -> list[Binary]:
     """Both halves in one launch, and the kernels of plain rows."""
-    few, kinds = TURNS.variants[0], (ExchangeDispatch, ExchangeCombine, PushRows, SumChunks)
+    few, kinds = PARTS.variants[0], (ExchangeDispatch, ExchangeCombine, PushRows, SumChunks)
     return [
         jit.compile_binary(kernel)
         for kernel in registry._exchanges(arch)
         if isinstance(kernel, kinds)
-        and getattr(kernel, "turns", few) == few
+        and getattr(kernel, "most", few) == few
         and getattr(kernel, "send", True) == getattr(kernel, "receive", True)
     ]
 
@@ -87,6 +89,16 @@ def test_dependent_launch_waits_before_it_touches_memory(binaries: list[Binary])
         before, after = compiled.ptx.split("griddepcontrol.wait;")
         assert not re.search(r"(ld|st|red|atom)\.\S*global", before), compiled.kernel.label
         assert "griddepcontrol.launch_dependents;" in after
+
+
+def test_the_largest_layout_fits_into_shared_memory() -> None:
+    """48 KB are static; the most experts over the fewest ranks, in rows that take every packet of a part."""
+    layout = ExchangeLayout(
+        ranks=2, experts=2048, top_k=8, max_tokens=256, row_bytes=24576, scale_bytes=0, result_bytes=49152
+    )
+    kernel = ExchangeDispatch(HOPPER, layout, PackedLayout(), 16, PARTS.variants[-1], True, True)
+    sizes = re.findall(r"\.shared\s+\.align \d+ \.b8 \S+\[(\d+)\]", jit.compile_binary(kernel).ptx)
+    assert 40_000 < sum(map(int, sizes)) <= 48 * 1024
 
 
 def test_nothing_spills(binaries: list[Binary]) -> None:

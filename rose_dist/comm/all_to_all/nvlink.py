@@ -85,7 +85,7 @@ class NvLink(AllToAll):
     def dispatch_recv(self, handle: Handle) -> Dispatched:
         assert isinstance(handle, NvLinkHandle)
         handle.enter(self, "dispatch_recv")
-        self.exchange.dispatch_receive(handle.received)
+        self.exchange.dispatch_receive(handle.received, handle.live)
         return self._dispatched(handle)
 
     def combine(
@@ -103,7 +103,7 @@ class NvLink(AllToAll):
 
     def combine_send(self, expert_out: torch.Tensor, dispatched: Dispatched) -> None:
         handle = self._check_results(expert_out, dispatched)
-        self.exchange.combine_send(expert_out, handle.received)
+        self.exchange.combine_send(expert_out, handle.received, handle.live)
 
     def combine_recv(self, dispatched: Dispatched, *, out: torch.Tensor, accumulate: bool = False) -> None:
         handle = dispatched.handle

@@ -41,21 +41,21 @@ class ExchangeCombine(jit.Kernel):
     """Sends this rank's results, if `send`, and, if `receive`, sums what comes back as packets for this rank's tokens.
     The grid must be co-resident.
 
-    dtype: of results, bf16 or fp32. turns: of `PacketTiling`.
+    dtype: of results, bf16 or fp32. most: of `PacketTiling`.
     """
 
     layout: ExchangeLayout
     dtype: torch.dtype
     out_dtype: torch.dtype
     accumulate: bool
-    turns: int
+    most: int
     send: bool
     receive: bool
 
     @property
     def tiling(self) -> PacketTiling:
         """Of a result."""
-        return PacketTiling(self.layout.result_packets, self.turns)
+        return PacketTiling(self.layout.result_packets, self.most)
 
     @property
     def each(self) -> int:

@@ -19,20 +19,20 @@ class ExchangeDispatch(jit.Kernel):
     """Sends up to `layout.packet_tokens` tokens as packets, if `send`, and receives what all ranks sent, as packets or
     plain rows, if `receive`. The grid must be co-resident.
 
-    vector_bytes: width of the stores into packed rows. turns: of `PacketTiling`.
+    vector_bytes: width of the stores into packed rows. most: of `PacketTiling`.
     """
 
     layout: ExchangeLayout
     packed: PackedLayout
     vector_bytes: int
-    turns: int
+    most: int
     send: bool
     receive: bool
 
     @property
     def tiling(self) -> PacketTiling:
         """Of a record."""
-        return PacketTiling(self.layout.data_packets, self.turns)
+        return PacketTiling(self.layout.data_packets, self.most)
 
     @cute.jit
     def __call__(

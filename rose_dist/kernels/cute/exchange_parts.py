@@ -200,17 +200,18 @@ def load_scale_word(source: Int64, at: Int32, scale_bytes: cutlass.Constexpr) ->
 
 @cute.jit
 def slot_of(
-    layout: cutlass.Constexpr, packed: cutlass.Constexpr, word: Uint32, source: Int32, before: cute.Tensor,
+    layout: cutlass.Constexpr, packed: cutlass.Constexpr, word: Uint32, source: Int32, headers: cute.Tensor,
     starts: cute.Tensor,
 ) -> Int32:  # fmt: skip
     """The packed row for a place in `meta`: −1 if it is not this rank's, −2 if its expert has no row left for it.
 
-    before: Int32 [ranks, width] in shared memory, where each source's rows of each expert start.
+    headers: Int32 [ranks, header words] in shared memory, with where each source's rows of each expert start in place
+    of their counts.
     """
     slot = Int32(-1)
     if word != Uint32(NO_PLACE):
         expert, ordinal = Int32(word >> Uint32(ORDINAL_BITS)), Int32(word & Uint32(ORDINAL_MASK))
-        slot = before[source * layout.width + expert] + ordinal
+        slot = headers[source * (HEADER_WORDS + layout.width) + HEADER_WORDS + expert] + ordinal
         if const_expr(packed.rows_per_expert > 0):
             if slot >= starts[expert + 1]:
                 slot = Int32(-2)

@@ -37,15 +37,14 @@ class RecordReceiver:
         layout, tiling, threads = self.layout, self.tiling, self.tiling.threads
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         headers = shared_integers(layout.ranks * (HEADER_WORDS + layout.width))
-        before, starts = shared_integers(layout.ranks * layout.width), shared_integers(layout.width + 1)
-        passed, mine = shared_integers(1), shared_integers(layout.top_k)
+        starts, passed, mine = shared_integers(layout.width + 1), shared_integers(1), shared_integers(layout.top_k)
         meta = shared_integers(layout.meta_packets * PACKET_WORDS)
         stage = cute.make_tensor(
             cute.arch.alloc_smem(Uint32, tiling.part * PACKET_WORDS, alignment=32),
             cute.make_layout(tiling.part * PACKET_WORDS),
         )
         receive_headers(layout, own, epoch, headers, passed, limit_ns, report, rank, threads)
-        self.place_sources(headers, before, starts, counts, offsets, sources)
+        self.place_sources(headers, starts, counts, offsets, sources)
         alive = Boolean(passed[0] != 0)
         cute.arch.sync_threads()
         arrivals = Arrivals(layout.ranks, HEADER_WORDS + layout.width)
@@ -56,7 +55,7 @@ class RecordReceiver:
             alive = self.take_packets(
                 own, source, row, split, epoch, alive, limit_ns, report, rank, meta, stage, passed
             )
-            self.find_slots(source, row, split, meta, before, starts, mine, passed, tokens, slots)
+            self.find_slots(source, row, split, meta, headers, starts, mine, passed, tokens, slots)
             self.store_part(stage, split, mine, packed, packed_scales)
             cute.arch.sync_threads()
         if const_expr(layout.has_rows):
@@ -64,30 +63,32 @@ class RecordReceiver:
             for item in range(block, chunks, blocks):
                 source, chunk = arrivals.locate(headers, 1, item, rank)
                 self.take_chunk(
-                    own, source, chunk, epoch, limit_ns, report, rank, before, starts, passed, meta, packed,
+                    own, source, chunk, epoch, limit_ns, report, rank, headers, starts, passed, meta, packed,
                     packed_scales, tokens, slots, runs,
                 )  # fmt: skip
 
     @cute.jit
     def place_sources(
-        self, headers: cute.Tensor, before: cute.Tensor, starts: cute.Tensor, counts: Int64, offsets: Int64,
-        sources: Int64,
-    ) -> None:  # fmt: skip
-        """Where each expert and each source's share of it start; the first block also writes what follows reads."""
+        self, headers: cute.Tensor, starts: cute.Tensor, counts: Int64, offsets: Int64, sources: Int64
+    ) -> None:
+        """Where each expert and each source's share of it start, the latter in place of the headers' counts; the first
+        block also writes what follows reads.
+        """
         layout, threads, thread = self.layout, self.tiling.threads, cute.arch.thread_idx()[0]
         words = HEADER_WORDS + layout.width
         totals, warps = shared_integers(layout.width), shared_integers(threads // WARP)
         for expert in range(thread, layout.width, threads):
             total = Int32(0)
             for source in range(layout.ranks):
-                before[source * layout.width + expert] = total
-                total += headers[source * words + HEADER_WORDS + expert]
+                count = headers[source * words + HEADER_WORDS + expert]
+                headers[source * words + HEADER_WORDS + expert] = total
+                total += count
             totals[expert] = total
         cute.arch.sync_threads()
         scan_starts(totals, starts, warps, self.packed, layout.width, threads)
         for expert in range(thread, layout.width, threads):
             for source in range(layout.ranks):
-                before[source * layout.width + expert] += starts[expert]
+                headers[source * words + HEADER_WORDS + expert] += starts[expert]
         if cute.arch.block_idx()[0] == 0:
             for expert in range(thread, layout.width + 1, threads):
                 vector.scalar(offsets + Int64(expert) * 8, Int64)[0] = Int64(starts[expert])
@@ -137,7 +138,7 @@ class RecordReceiver:
 
     @cute.jit
     def find_slots(
-        self, source: Int32, row: Int32, split: Int32, meta: cute.Tensor, before: cute.Tensor, starts: cute.Tensor,
+        self, source: Int32, row: Int32, split: Int32, meta: cute.Tensor, headers: cute.Tensor, starts: cute.Tensor,
         mine: cute.Tensor, passed: cute.Tensor, tokens: Int64, slots: Int64,
     ) -> None:  # fmt: skip
         """The record's packed rows. After a wait that expired, none."""
@@ -145,7 +146,7 @@ class RecordReceiver:
         if thread < self.layout.top_k:
             slot = Int32(-1)
             if passed[0] != 0:
-                slot = slot_of(self.layout, self.packed, Uint32(meta[1 + thread]), source, before, starts)
+                slot = slot_of(self.layout, self.packed, Uint32(meta[1 + thread]), source, headers, starts)
             mine[thread] = slot
             if split == 0:
                 self.note(source, row, thread, slot, meta[0], tokens, slots)
@@ -188,7 +189,7 @@ class RecordReceiver:
     @cute.jit
     def take_chunk(
         self, own: Int64, source: Int32, chunk: Int32, epoch: Uint32, limit_ns: Int64, report: Int64, rank: Int32,
-        before: cute.Tensor, starts: cute.Tensor, passed: cute.Tensor, run: cute.Tensor, packed: Int64,
+        headers: cute.Tensor, starts: cute.Tensor, passed: cute.Tensor, run: cute.Tensor, packed: Int64,
         packed_scales: Int64, tokens: Int64, slots: Int64, runs: Int64,
     ) -> None:  # fmt: skip
         """A chunk's records, a warp for each, once its flag has come. run: Int32 [1] in shared memory, scratch."""
@@ -212,11 +213,11 @@ class RecordReceiver:
         for number in range(thread // WARP, count, threads // WARP):
             row = first + number
             record = records + Int64(row) * layout.record_bytes
-            self.take_row(record, source, row, before, starts, packed, packed_scales, tokens, slots)
+            self.take_row(record, source, row, headers, starts, packed, packed_scales, tokens, slots)
 
     @cute.jit
     def take_row(
-        self, record: Int64, source: Int32, row: Int32, before: cute.Tensor, starts: cute.Tensor, packed: Int64,
+        self, record: Int64, source: Int32, row: Int32, headers: cute.Tensor, starts: cute.Tensor, packed: Int64,
         packed_scales: Int64, tokens: Int64, slots: Int64,
     ) -> None:  # fmt: skip
         """By one warp, whose lane j has the slot of place j."""
@@ -224,7 +225,7 @@ class RecordReceiver:
         meta, slot = record + layout.meta_offset, Int32(-1)
         if lane < self.layout.top_k:
             word = ptx.load_relaxed(meta + 4 * (1 + Int64(lane)), "sys")
-            slot = slot_of(self.layout, self.packed, word, source, before, starts)
+            slot = slot_of(self.layout, self.packed, word, source, headers, starts)
             self.note(source, row, lane, slot, Int32(ptx.load_relaxed(meta, "sys")), tokens, slots)
         vectors = layout.row_bytes // 16
         for first in range(0, vectors, WARP * UNROLL):

@@ -116,7 +116,7 @@ class LandResults(jit.Kernel):
 
     @property
     def tiling(self) -> PacketTiling:
-        return PacketTiling(self.layout.exchange.result_packets, 1)
+        return PacketTiling(self.layout.exchange.result_packets, 1024)
 
     @cute.jit
     def __call__(

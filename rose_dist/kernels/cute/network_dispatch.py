@@ -28,7 +28,7 @@ class SendRecords(nvshmem.NetworkKernel):
 
     @property
     def tiling(self) -> PacketTiling:
-        return PacketTiling(self.layout.exchange.data_packets, 1)
+        return PacketTiling(self.layout.exchange.data_packets, 1024)
 
     @cute.jit
     def __call__(
