@@ -151,9 +151,9 @@ def _reference(
 def _check_heads(q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> tuple[int, int, int, int]:
     """Requests, query heads, head_dim and key heads."""
     checks.shape("q", q, None, None, None)
-    checks.dtype("q", q, torch.bfloat16)
+    checks.dtype("q", q, torch.bfloat16, *(() if q.is_cuda else (torch.float32,)))
     requests, query_heads, head_dim = q.shape
-    if head_dim not in HEAD_DIMS:
+    if q.is_cuda and head_dim not in HEAD_DIMS:
         raise checks.fail("q", f"head_dim is {head_dim}; allowed: {HEAD_DIMS}")
     checks.rows("q", q)
     if q.numel() and q.stride(1) != head_dim:

@@ -116,7 +116,7 @@ def _check(
     sinks: Tensor | None, most_queries: int, most_keys: int, window: int | None,
 ) -> None:  # fmt: skip
     checks.shape("q", q, None, None, None)
-    checks.dtype("q", q, torch.bfloat16, torch.float16)
+    checks.dtype("q", q, torch.bfloat16, torch.float16, *(() if q.is_cuda else (torch.float32,)))
     checks.multiple("head_dim", q.shape[2], 8, "flash attention loads 16 bytes at a time")
     checks.rows("q", q)
     check_cache(keys, values, q)

@@ -1,7 +1,7 @@
 """What happens to queries, keys and values between their projection and attention, in one launch.
 
 Per-head RMS norm of q and k, rotary embedding of q and k, and the write of k and v into a paged cache; each part can
-be left out. `rotary.apply_rotary` uses the same kernel.
+be left out. `rotary.rotate_and_store` uses the same kernel.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rose_dist.kernels.errors import KernelArgumentError
-from rose_dist.kernels.qk_norm import PagedCache, Rotary, qk_norm, qk_norm_rope_cache
-from rose_dist.kernels.rotary import apply_rotary
+from rose_dist.kernels.qk_norm import PagedCache, Rotary, qk_norm, qk_norm_rope_cache, rotate
+from rose_dist.kernels.rotary import rotate_and_store
 
 EPS = 1e-6
 
@@ -199,13 +199,27 @@ def test_many_heads_go_two_by_two(gpu: Any) -> None:
     assert torch.equal(after[:, 64:], fused[:, 64:])
 
 
-def test_apply_rotary(gpu: Any) -> None:
+def test_rotary_alone(gpu: Any) -> None:
     x = torch.randn(3, 8, 64).bfloat16()
     cos, sin = (t.bfloat16() for t in yarn_like(3, 32))
     moved = gpu.tensor(x)
-    apply_rotary(moved[:, :6], gpu.tensor(cos[:, None]), gpu.tensor(sin[:, None]))
+    rotate(moved[:, :6], gpu.tensor(cos), gpu.tensor(sin), Rotary.NEOX)
     assert_close(gpu.plain(moved)[:, :6], exact_rotary(x[:, :6], cos, sin, Rotary.NEOX))
     assert torch.equal(gpu.plain(moved)[:, 6:], x[:, 6:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_fused_projection_goes_into_the_cache(gpu: Any, dtype: torch.dtype) -> None:
+    """On a GPU by the kernel, which takes 16-bit floats only."""
+    fused = torch.randn(3, 8, 64).to(dtype)
+    cos, sin = yarn_like(3, 32)
+    slots = torch.tensor([5, 0, 3])
+    move, plain = (gpu.tensor, gpu.plain) if dtype == torch.bfloat16 else (torch.clone, torch.clone)
+    keys, values = (move(torch.zeros(6, 2, 64, dtype=dtype)) for _ in range(2))
+    q = rotate_and_store(move(fused), 2, move(cos), move(sin), PagedCache(keys, values, move(slots)))
+    assert_close(plain(q), exact_rotary(fused[:, :4], cos, sin, Rotary.NEOX))
+    assert_close(plain(keys)[slots], exact_rotary(fused[:, 4:6], cos, sin, Rotary.NEOX))
+    assert torch.equal(plain(values)[slots], fused[:, 6:])
 
 
 def test_cpu_path_is_the_same(gpu: Any) -> None:

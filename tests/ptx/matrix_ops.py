@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,11 +56,11 @@ def mma(program: Program, instruction: Instruction) -> Exchange:
     per_lane = 32 // _BITS[of_a]
 
     def run(g: Gang, members: Array) -> None:
-        _whole_warps(g, "mma")
+        warps = _whole_warps(g, "mma")
         a, b, c = (np.stack([np.broadcast_to(r(g), g.lanes) for r in reads_of], axis=1) for reads_of in reads)
         outputs = np.zeros((g.lanes, 4), np.uint32)
-        for number in g.active_warps():
-            warp = slice(number * WARP, (number + 1) * WARP)
+        for start in warps:
+            warp = slice(start, start + WARP)
             left = _a_fragment(decode(a[warp], of_a), depth, per_lane)
             right = _b_fragment(decode(b[warp], of_b), depth, per_lane)
             accumulator = c[warp].view(np.float32 if result == "f32" else np.int32).astype(np.float64)
@@ -74,32 +73,44 @@ def mma(program: Program, instruction: Instruction) -> Exchange:
     return run
 
 
-def _whole_warps(g: Gang, name: str) -> None:
-    if not all(g.mask[w * WARP : (w + 1) * WARP].all() for w in g.active_warps()) or g.lanes % WARP:
+def _whole_warps(g: Gang, name: str) -> list[int]:
+    """First lanes of the warps that are here, each of which must be here as a whole."""
+    if g.lanes % WARP:
         raise WarpSyncError(f"{name} needs all lanes of its warp")
+    here = g.mask.reshape(-1, WARP)
+    if (here.any(1) != here.all(1)).any():
+        raise WarpSyncError(f"{name} needs all lanes of its warp")
+    return [int(warp) * WARP for warp in np.flatnonzero(here.all(1))]
+
+
+def _row_lanes(g: Gang, name: str, count: int) -> tuple[Array, Array]:
+    """Lanes of the warps that are here [warps, 32], and those of them that give an address [warps * 8 * count]."""
+    lanes = np.array(_whole_warps(g, name))[:, None] + np.arange(WARP)
+    return lanes, lanes[:, : 8 * count].reshape(-1)
 
 
 def _a_fragment(values: Array, depth: int, per_lane: int) -> Array:
     """(32 lanes, registers * per_lane) -> (16, depth): lane l holds columns of rows l/4 and l/4 + 8."""
-    lane, register, element = _places(values.shape[1], per_lane)
     matrix = np.zeros((16, depth))
-    matrix[lane // 4 + 8 * (register % 2), lane % 4 * per_lane + element + 4 * per_lane * (register // 2)] = values
+    for lane in range(WARP):
+        group, inside = divmod(lane, 4)
+        for i, value in enumerate(values[lane]):
+            register, element = divmod(i, per_lane)
+            row = group + 8 * (register % 2)
+            column = inside * per_lane + element + 4 * per_lane * (register // 2)
+            matrix[row, column] = value
     return matrix
 
 
 def _b_fragment(values: Array, depth: int, per_lane: int) -> Array:
     """(32 lanes, registers * per_lane) -> (depth, 8): lane l holds column l/4."""
-    lane, register, element = _places(values.shape[1], per_lane)
     matrix = np.zeros((depth, 8))
-    matrix[lane % 4 * per_lane + element + 4 * per_lane * register, lane // 4] = values
+    for lane in range(WARP):
+        group, inside = divmod(lane, 4)
+        for i, value in enumerate(values[lane]):
+            register, element = divmod(i, per_lane)
+            matrix[inside * per_lane + element + 4 * per_lane * register, group] = value
     return matrix
-
-
-@cache
-def _places(elements_held: int, per_lane: int) -> tuple[Array, Array, Array]:
-    """Lane, register and element in it of each of a warp's values (32, elements_held)."""
-    lane, i = np.meshgrid(np.arange(WARP), np.arange(elements_held), indexing="ij")
-    return lane, i // per_lane, i % per_lane
 
 
 def _c_matrix(values: Array) -> Array:
@@ -111,11 +122,6 @@ def _c_fragment(matrix: Array) -> Array:
     return np.ascontiguousarray(matrix.reshape(2, 8, 4, 2).transpose(1, 2, 0, 3)).reshape(32, 4)
 
 
-def _giving_rows(g: Gang, count: int) -> Array:
-    """The lanes whose addresses count, warp after warp."""
-    return g.active().reshape(-1, WARP)[:, : 8 * count].reshape(-1)
-
-
 def ldmatrix(program: Program, instruction: Instruction) -> Exchange:
     """8x8 matrices of 16-bit elements: lane 8m + r gives the address of row r of matrix m."""
     parts = instruction.parts
@@ -124,16 +130,14 @@ def ldmatrix(program: Program, instruction: Instruction) -> Exchange:
     where = program.operands.gather_address(instruction.operands[1])
 
     def run(g: Gang, members: Array) -> None:
-        _whole_warps(g, "ldmatrix")
-        lanes = _giving_rows(g, count)
-        addresses = where(g, lanes)
-        rows = load(g, "shared", addresses, _ROW, lanes).view(np.uint16).reshape(-1, count, 8, 8)
+        warps, lanes = _row_lanes(g, "ldmatrix", count)
+        rows = load(g, "shared", where(g, lanes), _ROW, lanes).view(np.uint16).reshape(-1, count, 8, 8)
         rows = rows.transpose(0, 1, 3, 2) if transposed else rows
         pairs = np.ascontiguousarray(rows).view(np.uint32).reshape(-1, count, WARP)
-        held = np.zeros((len(puts), g.lanes), np.uint32)
-        held[:, g.mask] = pairs.transpose(1, 0, 2).reshape(len(puts), -1)
         for i, put in enumerate(puts):
-            put(g, held[i])
+            values = np.zeros(g.lanes, np.uint32)
+            values[warps] = pairs[:, i]
+            put(g, values)
 
     return run
 
@@ -145,14 +149,12 @@ def stmatrix(program: Program, instruction: Instruction) -> Exchange:
     where = program.operands.gather_address(instruction.operands[0])
 
     def run(g: Gang, members: Array) -> None:
-        _whole_warps(g, "stmatrix")
-        pairs = np.stack([np.broadcast_to(r(g), g.lanes)[g.mask].reshape(-1, WARP) for r in reads], axis=1)
+        warps, lanes = _row_lanes(g, "stmatrix", count)
+        pairs = np.stack([np.broadcast_to(r(g), g.lanes)[warps] for r in reads], axis=1)
         rows = np.ascontiguousarray(pairs).view(np.uint16).reshape(-1, count, 8, 8)
         rows = np.ascontiguousarray(rows.transpose(0, 1, 3, 2) if transposed else rows)
-        lanes = _giving_rows(g, count)
-        addresses = where(g, lanes)
         g.effects += 1
-        store(g, "shared", addresses, words(rows.view(np.uint8).reshape(-1, 16), 16), _ROW, lanes)
+        store(g, "shared", where(g, lanes), words(rows.view(np.uint8).reshape(-1, 16), 16), _ROW, lanes)
 
     return run
 
