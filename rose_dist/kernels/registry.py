@@ -17,6 +17,7 @@ from rose_dist.kernels.cute.moe_dispatch_decode import DispatchDecode
 from rose_dist.kernels.cute.moe_dispatch_prefill import AssignSlots, ScatterRows
 from rose_dist.kernels.cute.mxfp4_experts import ExpertLinear
 from rose_dist.kernels.cute.mxfp4_experts_prefill import ExpertGemm
+from rose_dist.kernels.cute.paged_attention_decode import DecodeAttention
 from rose_dist.kernels.cute.qk_norm import QKNormRope
 from rose_dist.kernels.cute.quantize import Dequantize, Quantize, decoded_count
 from rose_dist.kernels.cute.rms_norm import RMSNorm
@@ -29,6 +30,7 @@ from rose_dist.kernels.jit import Kernel
 from rose_dist.kernels.moe_dispatch import DECODE_THREADS, SCATTER_SHAPE, SPLITS
 from rose_dist.kernels.mxfp4 import BLOCK
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES, TILE_ROWS
+from rose_dist.kernels.paged_attention import HEAD_DIMS
 from rose_dist.kernels.qk_norm import Rotary
 from rose_dist.kernels.routing import Score
 from rose_dist.kernels.swiglu import Gate
@@ -94,6 +96,7 @@ def _all(arch: Arch) -> Iterator[Kernel]:
     yield from _routers(arch)
     yield from _embeddings(arch)
     yield from _moe(arch)
+    yield from _attention(arch)
     yield from _mxfp4_experts(arch)
     yield from _small_linears(arch)
     yield from _all_reduces(arch)
@@ -131,11 +134,14 @@ def _qk_norms(arch: Arch) -> Iterator[Kernel]:
         heads = (query_heads, key_heads, head_dim)
         counts = [max(size // (2 * width), 1) for size in ROTARY_BYTES.variants]
         for each in counts:
-            yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.NEOX, True, each)
-        yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.INTERLEAVED, True, counts[-1])
-        yield QKNormRope(arch, dtype, dtype, *heads, width, False, Rotary.NEOX, False, counts[-1])
+            yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.NEOX, head_dim, dtype, each)
+            yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.NEOX, head_dim, torch.float8_e4m3fn, each)
+        yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.INTERLEAVED, head_dim, dtype, counts[-1])
+        yield QKNormRope(arch, dtype, dtype, *heads, width, False, Rotary.NEOX, head_dim, None, counts[-1])
+        if head_dim == 128:
+            yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.NEOX, head_dim // 2, dtype, counts[-1])
         if norm:
-            yield QKNormRope(arch, dtype, fp32, *heads, width, True, Rotary.NONE, False, 1)
+            yield QKNormRope(arch, dtype, fp32, *heads, width, True, Rotary.NONE, head_dim, None, 1)
 
 
 def _activations(arch: Arch) -> Iterator[Kernel]:
@@ -173,6 +179,13 @@ def _moe(arch: Arch) -> Iterator[Kernel]:
             yield Combine(arch, k, hidden, bf16, bf16, bf16 if bias else None, accumulate, VECTOR_BYTES)
 
 
+def _attention(arch: Arch) -> Iterator[Kernel]:
+    for head_dim in HEAD_DIMS:
+        for wide_group in (False, True):
+            for cache_dtype in (torch.bfloat16, torch.float8_e4m3fn):
+                yield DecodeAttention(arch, torch.bfloat16, cache_dtype, head_dim, wide_group, block_tiles=1)
+
+
 def _mxfp4_experts(arch: Arch) -> Iterator[Kernel]:
     experts, hidden, intermediate = MXFP4_EXPERTS
     tiles = (2 * intermediate // TILE_ROWS, hidden // TILE_ROWS)
@@ -196,10 +209,11 @@ def _all_reduces(arch: Arch) -> Iterator[Kernel]:
     bf16 = torch.bfloat16
     for hidden, k, ranks in ((2880, 4, 2), (2880, 4, 8), (7168, 8, 2), (7168, 8, 8)):
         source = Combine(arch, k, hidden, bf16, bf16, None, False, VECTOR_BYTES)
-        for norm in (False, True):
-            yield OneShot(arch, ranks, hidden, bf16, None, norm)
-        for accumulate in (False, True):
-            yield OneShot(arch, ranks, hidden, bf16, source, False, accumulate)
+        yield OneShot(arch, ranks, hidden, bf16, norm=True)
+        for parts in (1, 4, 8):
+            yield OneShot(arch, ranks, hidden, bf16, parts=parts)
+            for accumulate in (False, True):
+                yield OneShot(arch, ranks, hidden, bf16, source, False, accumulate, parts)
     for ranks in (2, 4, 8):
         for dtype in (bf16, torch.float32):
             yield TwoShot(arch, ranks, dtype)

@@ -23,20 +23,21 @@ from rose_dist.kernels.cute import (
     moe_combine,
     mxfp4_experts,
     mxfp4_experts_prefill,
+    paged_attention_decode,
     qk_norm,
     quantize,
     rms_norm,
     routing,
     small_linear,
     swiglu,
-)
+)  # fmt: skip
 from tests.ptx.cutedsl import Compiled, compile_kernel
 from tests.ptx.machine import Machine
 
 _CACHES = (
     rms_norm.launcher, quantize.quantizer, quantize.dequantizer, qk_norm.launcher, swiglu.launcher,
     routing.launcher, embedding.launcher, moe_combine.launcher, mxfp4_experts.launcher,
-    mxfp4_experts_prefill.launcher, small_linear.launcher,
+    mxfp4_experts_prefill.launcher, paged_attention_decode.launcher, small_linear.launcher,
 )  # fmt: skip
 
 _EMPTY = torch.empty
