@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from starlette.types import Receive, Scope
+from starlette.types import Scope
 
 from rose_dist.frontend.api.exchange import Exchange
 from rose_dist.frontend.api.service import Service, random_hex
@@ -15,21 +15,21 @@ from rose_dist.frontend.schema.sampling import GenerationFields
 async def converse(
     service: Service,
     scope: Scope,
-    receive: Receive | None,
     request: GenerationFields,
     conversation: Conversation,
     *,
     body_size: int,
     logprobs: int | None,
     one_call: bool,
+    watched: bool = True,
 ) -> Exchange:
     """Render the conversation and start its choices in the engine.
 
     Args:
-        receive: where a client's leaving shows; None if the exchange goes on without it.
         body_size: bytes of the request.
         logprobs: as in `SamplingParams`.
         one_call: at most one tool call an answer.
+        watched: it ends when the client leaves.
 
     Raises:
         BadRequestError: the conversation can't be rendered, is too long, or a field does not fit the model.
@@ -51,7 +51,7 @@ async def converse(
         )
         parser = chat_format.parser(conversation)
         choices.append(Choice(i, parser, stops=stops, hidden_stop_ids=hidden, one_call=one_call))
-    return Exchange(service, scope, receive, request, generates=generates, choices=choices)
+    return Exchange(service, scope, request, generates=generates, choices=choices, watched=watched)
 
 
 def _render(chat_format: ChatFormat, conversation: Conversation) -> tuple[list[int], str | None]:
