@@ -76,7 +76,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 ToEngine = Generate | Cancel | Hello | Shutdown
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Natural-log probabilities at one output position."""
 
     logprob: float
@@ -85,7 +85,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """The likeliest tokens, best first: (token id, log probability)."""
 
 
-class Output(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Output(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """What one step produced for one request. Every generated token is delivered exactly once, in order."""
 
     request_id: str

@@ -14,16 +14,21 @@ class Connection(HttpToolsProtocol):
     """Requests find theirs with `Connection.of`.
 
     ASGI's `send` and `receive` are coroutines, which cost more than a token's whole budget. A stream begins and ends
-    with them; in between it calls `write_chunk`, and `on_lost` takes the place of a task that waits in `receive`.
+    with them; in between it calls `write_chunk`, and `watch` takes the place of a task that waits in `receive`.
     """
 
-    on_lost: Callable[[], None] | None = None
-    """Called once if the client leaves; set by the request that is being answered."""
+    _on_lost: Callable[[], None] | None = None
 
     @classmethod
     def of(cls, scope: Scope) -> Connection:
         connection: Connection = scope[_SCOPE_KEY]
         return connection
+
+    def watch(self, on_lost: Callable[[], None] | None) -> None:
+        """Have `on_lost` called, once, if the client leaves or has left; None ends that."""
+        self._on_lost = on_lost
+        if on_lost is not None and self.transport.is_closing():
+            on_lost()
 
     @property
     def write_paused(self) -> bool:
@@ -44,5 +49,5 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self.on_lost is not None:
-            self.on_lost()
+        if self._on_lost is not None:
+            self._on_lost()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,10 +32,8 @@ from rose_dist.frontend.routing import Router
 
 logger = logging.getLogger(__name__)
 
-_READS_A_TURN = 64
-"""Messages read before other callbacks of the loop get their turn."""
-_STREAMS_A_TURN = 32
-"""Streams that write before other callbacks of the loop get their turn."""
+_TURN_S = 0.0005
+"""How long messages are read, or listeners called, before others get their turn: new requests, first outputs."""
 
 
 @dataclass
@@ -213,7 +212,7 @@ class EngineClient:
     def announce(self, generation: Generation) -> None:
         """Let the generation's listener be called soon.
 
-        Not before requests that wait for their first output have written it, for which the loop has to go round once.
+        Not before requests that wait for their first output have written it: the loop goes round once for them.
         """
         if not self._announced:
             self._loop.call_soon(self._loop.call_soon, self._notify)
@@ -222,8 +221,11 @@ class EngineClient:
     def _notify(self) -> None:
         """Call some listeners; what comes for the others meanwhile is joined to what they have."""
         announced = self._announced
-        for _ in range(min(len(announced), _STREAMS_A_TURN)):
+        pause = time.monotonic() + _TURN_S
+        while announced:
             announced.popleft().notify()
+            if time.monotonic() > pause:
+                break
         if announced:
             self._loop.call_soon(self._notify)
 
@@ -248,7 +250,8 @@ class EngineClient:
         self._drain_scheduled.discard(leader.address)
         if leader.socket.closed:
             return
-        for _ in range(_READS_A_TURN):
+        pause = time.monotonic() + _TURN_S
+        while time.monotonic() < pause:
             try:
                 frame = leader.socket.recv(zmq.NOBLOCK)
             except zmq.Again:

@@ -68,7 +68,7 @@ def serve(
     service = Service(config, tokenizer, chat_format, client, metrics, shared)
     gc.collect()
     gc.freeze()  # what lives as long as the process
-    gc.set_threshold(20_000, 20, 50)  # decoded outputs are many and short-lived; the default costs a tenth of the time
+    gc.set_threshold(5_000, 20, 50)  # the default costs a tenth of the time; more makes each collection a longer pause
     uvloop.run(_serve(service, listen_socket))
 
 

@@ -72,7 +72,7 @@ class Exchange:
         self._generation = service.client.start(generates)
         self._connection = Connection.of(scope) if watched else None
         if self._connection is not None:
-            self._connection.on_lost = self._on_lost
+            self._connection.watch(self._on_lost)
         self._open = len(choices)
         self._closed = False
         metrics = service.metrics
@@ -146,7 +146,7 @@ class Exchange:
             return
         self._closed = True
         if self._connection is not None:
-            self._connection.on_lost = None
+            self._connection.watch(None)
         self._generation.close()
         metrics = self._service.metrics
         if self._open and error is not None:

@@ -71,12 +71,12 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     """The request's `chat_template_kwargs`."""
 
 
-class TextDelta(msgspec.Struct, frozen=True):
+class TextDelta(msgspec.Struct, frozen=True, gc=False):
     section: Literal["reasoning", "content"]
     text: str
 
 
-class ToolCallDelta(msgspec.Struct, frozen=True):
+class ToolCallDelta(msgspec.Struct, frozen=True, gc=False):
     """A piece of the call number `index`. `name` is set on the first piece of each call and only there."""
 
     index: int
