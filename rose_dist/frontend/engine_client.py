@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -28,12 +27,10 @@ from rose_dist.engine.protocol import (
     ToEngine,
     ToFrontend,
 )
+from rose_dist.frontend.announcements import TURN_S, Announcements
 from rose_dist.frontend.routing import Router
 
 logger = logging.getLogger(__name__)
-
-_TURN_S = 0.0005
-"""How long messages are read, or listeners called, before others get their turn: new requests, first outputs."""
 
 
 @dataclass
@@ -95,8 +92,7 @@ class Generation:
         if self._pending or self._aborted is not None:
             self._wake()
 
-    def notify(self) -> None:
-        """Call the listener; for the client alone."""
+    def _notify(self) -> None:
         self._announced = False
         if self._listener is not None:
             self._listener()
@@ -137,7 +133,7 @@ class Generation:
         if self._listener is not None:
             if not self._announced:
                 self._announced = True
-                self._client.announce(self)
+                self._client.announcements.add(self._notify)
         elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -155,7 +151,7 @@ class EngineClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToFrontend] = msgspec.msgpack.Decoder(ToFrontend)
         self._drain_scheduled: set[str] = set()
-        self._announced: deque[Generation] = deque()
+        self.announcements = Announcements()
 
     def _connect(self, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
@@ -209,26 +205,6 @@ class EngineClient:
         if self._forget(request_id):
             self._send(leader, Cancel(request_id))
 
-    def announce(self, generation: Generation) -> None:
-        """Let the generation's listener be called soon.
-
-        Not before requests that wait for their first output have written it: the loop goes round once for them.
-        """
-        if not self._announced:
-            self._loop.call_soon(self._loop.call_soon, self._notify)
-        self._announced.append(generation)
-
-    def _notify(self) -> None:
-        """Call some listeners; what comes for the others meanwhile is joined to what they have."""
-        announced = self._announced
-        pause = time.monotonic() + _TURN_S
-        while announced:
-            announced.popleft().notify()
-            if time.monotonic() > pause:
-                break
-        if announced:
-            self._loop.call_soon(self._notify)
-
     def abort_all(self, error: Exception) -> None:
         for generation in {generation for generation, _ in self._generations.values()}:
             generation.abort(error)
@@ -250,7 +226,7 @@ class EngineClient:
         self._drain_scheduled.discard(leader.address)
         if leader.socket.closed:
             return
-        pause = time.monotonic() + _TURN_S
+        pause = time.monotonic() + TURN_S
         while time.monotonic() < pause:
             try:
                 frame = leader.socket.recv(zmq.NOBLOCK)
