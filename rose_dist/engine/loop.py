@@ -34,4 +34,4 @@ def serve(engine: Engine, bell: Doorbell, mailbox: Mailbox | None, check: Callab
         if outcome is Outcome.STOPPED:
             return
         if outcome is Outcome.IDLE:
-            bell.wait(None if mailbox is None else mailbox.socket, receive, check)
+            bell.wait([] if mailbox is None else [mailbox.socket, engine.compiles], receive, check)

@@ -96,7 +96,11 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """Set on the request's last message."""
     error: str | None = None
     cached_tokens: int = 0
-    """Prompt tokens served from the prefix cache; set on the request's first message with tokens."""
+    """Prompt tokens served from the prefix cache; set, as the next two, on the request's first message with tokens."""
+    queue_s: float = 0.0
+    """Seconds from the request's arrival to the plan of its first step, with the compilation of its grammar."""
+    prefill_s: float = 0.0
+    """Seconds from there to its first token."""
 
 
 class EngineStats(msgspec.Struct, kw_only=True):

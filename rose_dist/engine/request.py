@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from rose_dist.engine.block_pool import BlockHash
@@ -33,7 +34,9 @@ class Request:
     seed: drawn when the client gave none.
     tokens: prompt and output.
     computed: how many of `tokens` have their keys and values in the cache.
+    compiling: its grammar is not there yet; until then it is not admitted.
     grammar: what the output must match, at the place it has reached.
+    arrived, admitted: when it came and when its first step was planned, as `time.monotonic` counts.
     """
 
     client: bytes
@@ -46,7 +49,10 @@ class Request:
     cached_tokens: int = 0
     hashes: list[BlockHash] = field(default_factory=list)
     stop_ids: frozenset[int] = field(init=False)
+    compiling: bool = False
     grammar: TokenGrammar | None = None
+    arrived: float = field(default_factory=time.monotonic)
+    admitted: float = 0.0
 
     def __post_init__(self) -> None:
         self.tokens = list(self.generate.prompt)

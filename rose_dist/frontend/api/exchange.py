@@ -68,6 +68,7 @@ class Exchange:
         self._arrival: float = scope["rose.arrival"]
         self._last = [0.0] * len(choices)
         self._first = [0.0] * len(choices)
+        self._prefill = [0.0] * len(choices)
         self._prompts = {id(generate.prompt): len(generate.prompt) for generate in generates}
         self._generation = service.client.start(generates)
         self._connection = Connection.of(scope) if watched else None
@@ -118,7 +119,7 @@ class Exchange:
             return []
         deltas = choice.feed(output)
         if output.token_ids:
-            self._count(index, len(output.token_ids), now)
+            self._count(index, output, now)
         if choice.finish_reason is not None:
             self._end(choice, now)
         return deltas
@@ -156,15 +157,19 @@ class Exchange:
         metrics.request_prompt_tokens.observe(prompt_tokens)
         self._scope["rose.tokens"] = (prompt_tokens, sum(choice.completion_tokens for choice in self.choices))
 
-    def _count(self, index: int, tokens: int, now: float) -> None:
+    def _count(self, index: int, output: Output, now: float) -> None:
         metrics = self._service.metrics
+        tokens = len(output.token_ids)
         metrics.generation_tokens += tokens
         last = self._last[index]
         if last:
             metrics.inter_token.observe((now - last) / tokens, tokens)
         else:
             metrics.time_to_first_token.observe(now - self._arrival)
+            metrics.queue_time.observe(output.queue_s)
+            metrics.prefill_time.observe(output.prefill_s)
             self._first[index] = now
+            self._prefill[index] = output.prefill_s
         self._last[index] = now
 
     def _end(self, choice: Choice, now: float) -> None:
@@ -177,6 +182,7 @@ class Exchange:
         metrics.request_generation_tokens.observe(choice.completion_tokens)
         if first := self._first[choice.index]:
             metrics.decode_time.observe(now - first)
+            metrics.inference_time.observe(self._prefill[choice.index] + now - first)
             if choice.completion_tokens > 1:
                 metrics.per_output_token.observe((now - first) / (choice.completion_tokens - 1))
 
