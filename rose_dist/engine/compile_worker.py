@@ -21,7 +21,7 @@ class CompileWorker:
     def __init__(self, make_compiler: Callable[[], GrammarCompiler]) -> None:
         """
         Args:
-            make_compiler: called for the first grammar.
+            make_compiler: called for the first grammar, or by `prepare`.
         """
         self._make_compiler = make_compiler
         self._threads = ThreadPoolExecutor(_THREADS, "grammar-compile")
@@ -32,11 +32,15 @@ class CompileWorker:
     def fileno(self) -> int:
         return self._wake
 
-    def start(self, request: Request, grammar: str) -> None:
-        """Begin to compile what `request` waits for."""
+    def prepare(self) -> Future[GrammarCompiler]:
+        """Make the compiler, which holds the interpreter lock: better at the start than while requests run."""
         if self._compiler is None:
             self._compiler = self._threads.submit(self._make_compiler)
-        compiler = self._compiler
+        return self._compiler
+
+    def start(self, request: Request, grammar: str) -> None:
+        """Begin to compile what `request` waits for."""
+        compiler = self.prepare()
         future = self._threads.submit(lambda: compiler.result().compile(grammar))
         self._compiling[request] = future
         future.add_done_callback(lambda _: os.eventfd_write(self._wake, 1))

@@ -25,6 +25,8 @@ def serve(engine: Engine, bell: Doorbell, mailbox: Mailbox | None, check: Callab
         mailbox.deliver([], engine.scheduler.stats)
         return work
 
+    if mailbox is not None:
+        engine.compiles.prepare()
     while True:
         receive()
         check()

@@ -35,7 +35,8 @@ async def converse(
         BadRequestError: the conversation can't be rendered, is too long, or a field does not fit the model.
     """
     chat_format = service.chat_format
-    prompt, grammar = await service.beside_the_loop(body_size, _render, chat_format, conversation)
+    size = max(body_size, sum(len(message.content) + len(message.reasoning) for message in conversation.messages))
+    prompt, grammar = await service.beside_the_loop(size, _render, chat_format, conversation)
     service.check_prompt(prompt, "messages")
     count = service.choices_within_limit(request.choices)
     sampling = request.sampling(vocab_size=service.tokenizer.vocab_size, logprobs=logprobs)
