@@ -2,8 +2,6 @@
 
 import json
 import re
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import assume, given, settings
@@ -150,17 +148,6 @@ def test_a_long_text_in_pieces_is_the_text_in_one(vocabulary, library, parts, sh
     longest_run = max(len(run) for run in re.split(r"\s+", text) + re.findall(r"\s+", text))
     assume(longest_run <= 1024)
     assert vocabulary.encode(text) == library.encode(text, disallowed_special=())
-
-
-def test_other_threads_go_on_while_a_long_text_is_encoded(vocabulary):
-    text = "The quick brown fox jumps over the lazy dog. " * 20_000
-    with ThreadPoolExecutor(1) as thread:
-        encoding = thread.submit(vocabulary.encode, text)
-        turns = 0
-        while not encoding.done():
-            time.sleep(0.001)
-            turns += 1
-    assert turns >= 10  # of about a hundred pieces
 
 
 def test_a_checkpoint_in_openai_s_layout_has_harmony_s_bytes(tmp_path):
