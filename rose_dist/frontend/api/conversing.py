@@ -65,5 +65,5 @@ def _render(chat_format: ChatFormat, conversation: Conversation) -> tuple[list[i
         return prompt, chat_format.grammar(conversation)
     except FormatError as error:
         raise BadRequestError(
-            str(error), param="tools" if conversation.required_tools else "response_format"
+            str(error), param="tools" if conversation.response_format is None else "response_format"
         ) from error

@@ -44,6 +44,8 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     description: str = ""
     parameters: dict[str, Any] | None = None
+    strict: bool = False
+    """The arguments must match the schema even where the model calls of its own accord."""
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +118,7 @@ class ChatFormat(Protocol):
         """A fresh parser for one choice that answers `conversation`."""
 
     def grammar(self, conversation: Conversation) -> str | None:
-        """`Generate.grammar` for `required_tools` or `response_format`; None if neither is set.
+        """`Generate.grammar` for `required_tools`, `response_format` or strict tools; None if there is none of these.
 
         Raises:
             FormatError: the schema, expression or grammar is invalid or uses what can't be enforced.
