@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -20,7 +20,6 @@ from rose_dist.engine.protocol import (
     EngineStats,
     Generate,
     Hello,
-    Output,
     Outputs,
     Ready,
     Shutdown,
@@ -28,6 +27,7 @@ from rose_dist.engine.protocol import (
     ToFrontend,
 )
 from rose_dist.frontend.announcements import TURN_S, Announcements
+from rose_dist.frontend.generation import Generation
 from rose_dist.frontend.routing import Router
 
 logger = logging.getLogger(__name__)
@@ -45,99 +45,6 @@ class Leader:
     """Requests of this frontend that have not ended."""
 
 
-class Generation:
-    """The choices of one HTTP request, on their way through one leader. Iterate with `receive`, or `listen`."""
-
-    def __init__(self, client: EngineClient, leader: Leader, request_ids: list[str]) -> None:
-        self._client = client
-        self._leader = leader
-        self._live = {request_id: index for index, request_id in enumerate(request_ids)}
-        self._pending: list[tuple[int, Output]] = []
-        self._waiter: asyncio.Future[None] | None = None
-        self._listener: Callable[[], None] | None = None
-        self._announced = False
-        self._aborted: Exception | None = None
-
-    @property
-    def finished(self) -> bool:
-        """Every choice has ended and everything was received."""
-        return not self._live and not self._pending
-
-    async def receive(self) -> Sequence[tuple[int, Output]]:
-        """What arrived since the last call, as (choice index, output); waits until there is something.
-
-        Raises: what `abort` was given.
-        """
-        while not self._pending and self._aborted is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return self.take()
-
-    def take(self) -> Sequence[tuple[int, Output]]:
-        """As `receive`, but what is there now."""
-        if self._aborted is not None:
-            raise self._aborted
-        pending, self._pending = self._pending, []
-        return pending
-
-    def listen(self, listener: Callable[[], None]) -> None:
-        """Have `listener` called from the loop whenever there is something to `take`, an exception included.
-
-        Cheaper than to wait in `receive`, and after all that do.
-        """
-        self._listener = listener
-        if self._pending or self._aborted is not None:
-            self._wake()
-
-    def _notify(self) -> None:
-        self._announced = False
-        if self._listener is not None:
-            self._listener()
-
-    def cancel(self, index: int) -> None:
-        """End one choice now; nothing more is received for it."""
-        for request_id, live_index in list(self._live.items()):
-            if live_index == index:
-                self._client.cancel(self._leader, request_id)
-                del self._live[request_id]
-
-    def close(self) -> None:
-        """Cancel whatever still runs. Safe to call at any time, any number of times."""
-        self._listener = None
-        self._cancel_live()
-
-    def abort(self, error: Exception) -> None:
-        """Cancel everything and let `receive` and `take` raise `error`."""
-        self._aborted = error
-        self._cancel_live()
-        self._wake()
-
-    def deliver(self, output: Output) -> None:
-        index = self._live.get(output.request_id)
-        if index is None:
-            return
-        if output.finish is not None:
-            del self._live[output.request_id]
-        self._pending.append((index, output))
-        self._wake()
-
-    def _cancel_live(self) -> None:
-        for request_id in self._live:
-            self._client.cancel(self._leader, request_id)
-        self._live.clear()
-
-    def _wake(self) -> None:
-        if self._listener is not None:
-            if not self._announced:
-                self._announced = True
-                self._client.announcements.add(self._notify)
-        elif self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
 class EngineClient:
     def __init__(self, addresses: Sequence[str]) -> None:
         """
@@ -151,7 +58,7 @@ class EngineClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToFrontend] = msgspec.msgpack.Decoder(ToFrontend)
         self._drain_scheduled: set[str] = set()
-        self.announcements = Announcements()
+        self._announcements = Announcements()
 
     def _connect(self, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
@@ -194,27 +101,28 @@ class EngineClient:
     def start(self, requests: list[Generate]) -> Generation:
         """Send the choices of one request, all to one leader, so that they share their prompt's cache."""
         leader = self.leaders[self._router.choose(requests[0].prompt, [leader.in_flight for leader in self.leaders])]
-        generation = Generation(self, leader, [request.request_id for request in requests])
+        generation = Generation([request.request_id for request in requests], self._cancel, self._announcements)
         for request in requests:
             self._generations[request.request_id] = (generation, leader)
             leader.in_flight += 1
             self._send(leader, request)
         return generation
 
-    def cancel(self, leader: Leader, request_id: str) -> None:
-        if self._forget(request_id):
+    def _cancel(self, request_id: str) -> None:
+        leader = self._forget(request_id)
+        if leader is not None:
             self._send(leader, Cancel(request_id))
 
     def abort_all(self, error: Exception) -> None:
         for generation in {generation for generation, _ in self._generations.values()}:
             generation.abort(error)
 
-    def _forget(self, request_id: str) -> bool:
+    def _forget(self, request_id: str) -> Leader | None:
         entry = self._generations.pop(request_id, None)
         if entry is None:
-            return False
+            return None
         entry[1].in_flight -= 1
-        return True
+        return entry[1]
 
     def _send(self, leader: Leader, message: ToEngine) -> None:
         leader.socket.send(self._encoder.encode(message), zmq.NOBLOCK)

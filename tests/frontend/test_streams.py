@@ -8,7 +8,8 @@ import msgspec
 import zmq
 
 from rose_dist.engine.protocol import EngineStats, Generate, Output, Outputs, SamplingParams
-from rose_dist.frontend.engine_client import EngineClient, Generation
+from rose_dist.frontend.engine_client import EngineClient
+from rose_dist.frontend.generation import Generation
 
 
 def generate(request_id: str) -> Generate:
