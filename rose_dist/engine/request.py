@@ -32,11 +32,12 @@ class Request:
     client: who gets the output.
     limit: prompt and output together may not be longer.
     seed: drawn when the client gave none.
-    tokens: prompt and output.
-    computed: how many of `tokens` have their keys and values in the cache.
+    tokens: prompt and output. The last may be one that a step still under way samples: −1 − its row there.
+    computed: how many of `tokens` have their keys and values in the cache, once the steps under way have ended.
     compiling: its grammar is not there yet; until then it is not admitted.
     grammar: what the output must match, at the place it has reached.
     arrived, admitted: when it came and when its first step was planned, as `time.monotonic` counts.
+    done: it has ended, and what a step still under way finds for it is dropped.
     """
 
     client: bytes
@@ -53,6 +54,7 @@ class Request:
     grammar: TokenGrammar | None = None
     arrived: float = field(default_factory=time.monotonic)
     admitted: float = 0.0
+    done: bool = False
 
     def __post_init__(self) -> None:
         self.tokens = list(self.generate.prompt)
@@ -78,3 +80,8 @@ class Request:
     def remaining(self) -> int:
         """Tokens whose keys and values are still to be computed; 1 while decoding."""
         return len(self.tokens) - self.computed
+
+    @property
+    def complete(self) -> bool:
+        """It is as long as it may get, though its last token may still be under way."""
+        return len(self.tokens) >= self.limit
