@@ -20,19 +20,17 @@ from rose_dist.engine.protocol import (
     EngineStats,
     Generate,
     Hello,
-    Output,
     Outputs,
     Ready,
     Shutdown,
     ToEngine,
     ToFrontend,
 )
+from rose_dist.frontend.announcements import TURN_S, Announcements
+from rose_dist.frontend.generation import Generation
 from rose_dist.frontend.routing import Router
 
 logger = logging.getLogger(__name__)
-
-_READS_A_TURN = 64
-"""Messages read before other callbacks of the loop get their turn."""
 
 
 @dataclass
@@ -45,71 +43,6 @@ class Leader:
     stats: EngineStats = field(default_factory=EngineStats)
     in_flight: int = 0
     """Requests of this frontend that have not ended."""
-
-
-class Generation:
-    """The choices of one HTTP request, on their way through one leader. Iterate with `receive`."""
-
-    def __init__(self, client: EngineClient, leader: Leader, request_ids: list[str]) -> None:
-        self._client = client
-        self._leader = leader
-        self._live = {request_id: index for index, request_id in enumerate(request_ids)}
-        self._pending: list[tuple[int, Output]] = []
-        self._waiter: asyncio.Future[None] | None = None
-        self._aborted: Exception | None = None
-
-    @property
-    def finished(self) -> bool:
-        """Every choice has ended and everything was received."""
-        return not self._live and not self._pending
-
-    async def receive(self) -> Sequence[tuple[int, Output]]:
-        """What arrived since the last call, as (choice index, output); waits until there is something.
-
-        Raises: what `abort` was given.
-        """
-        while not self._pending:
-            if self._aborted is not None:
-                raise self._aborted
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        pending, self._pending = self._pending, []
-        return pending
-
-    def cancel(self, index: int) -> None:
-        """End one choice now; nothing more is received for it."""
-        for request_id, live_index in list(self._live.items()):
-            if live_index == index:
-                self._client.cancel(self._leader, request_id)
-                del self._live[request_id]
-
-    def close(self) -> None:
-        """Cancel whatever still runs. Safe to call at any time, any number of times."""
-        for request_id in list(self._live):
-            self._client.cancel(self._leader, request_id)
-        self._live.clear()
-
-    def abort(self, error: Exception) -> None:
-        """Cancel everything and let `receive` raise `error`."""
-        self._aborted = error
-        self.close()
-        self._wake()
-
-    def deliver(self, output: Output) -> None:
-        index = self._live.get(output.request_id)
-        if index is None:
-            return
-        if output.finish is not None:
-            del self._live[output.request_id]
-        self._pending.append((index, output))
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class EngineClient:
@@ -125,8 +58,7 @@ class EngineClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToFrontend] = msgspec.msgpack.Decoder(ToFrontend)
         self._drain_scheduled: set[str] = set()
-        self.arrival = time.monotonic()
-        """When the outputs being handed out were read from the socket."""
+        self._announcements = Announcements()
 
     def _connect(self, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
@@ -169,27 +101,28 @@ class EngineClient:
     def start(self, requests: list[Generate]) -> Generation:
         """Send the choices of one request, all to one leader, so that they share their prompt's cache."""
         leader = self.leaders[self._router.choose(requests[0].prompt, [leader.in_flight for leader in self.leaders])]
-        generation = Generation(self, leader, [request.request_id for request in requests])
+        generation = Generation([request.request_id for request in requests], self._cancel, self._announcements)
         for request in requests:
             self._generations[request.request_id] = (generation, leader)
             leader.in_flight += 1
             self._send(leader, request)
         return generation
 
-    def cancel(self, leader: Leader, request_id: str) -> None:
-        if self._forget(request_id):
+    def _cancel(self, request_id: str) -> None:
+        leader = self._forget(request_id)
+        if leader is not None:
             self._send(leader, Cancel(request_id))
 
     def abort_all(self, error: Exception) -> None:
         for generation in {generation for generation, _ in self._generations.values()}:
             generation.abort(error)
 
-    def _forget(self, request_id: str) -> bool:
+    def _forget(self, request_id: str) -> Leader | None:
         entry = self._generations.pop(request_id, None)
         if entry is None:
-            return False
+            return None
         entry[1].in_flight -= 1
-        return True
+        return entry[1]
 
     def _send(self, leader: Leader, message: ToEngine) -> None:
         leader.socket.send(self._encoder.encode(message), zmq.NOBLOCK)
@@ -201,7 +134,8 @@ class EngineClient:
         self._drain_scheduled.discard(leader.address)
         if leader.socket.closed:
             return
-        for _ in range(_READS_A_TURN):
+        pause = time.monotonic() + TURN_S
+        while time.monotonic() < pause:
             try:
                 frame = leader.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -224,7 +158,6 @@ class EngineClient:
 
     def _hand_out(self, leader: Leader, message: Outputs) -> None:
         leader.stats = message.stats
-        self.arrival = time.monotonic()
         generations = self._generations
         for output in message.outputs:
             entry = generations.get(output.request_id)
