@@ -68,7 +68,7 @@ class Engine:
             model = random_model(config.model, options)
         else:
             model = load_model(config.model, options, progress)
-        engine = cls(fit_kv(config, model.kv_groups, model.config), groups, model)
+        engine = cls(fit_kv(config, model.kv_groups, model.config, groups.tp), groups, model)
         if config.device.type == "cuda":
             engine.runner.warm_up()
         return engine
