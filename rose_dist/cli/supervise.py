@@ -35,7 +35,7 @@ def supervise(arguments: Sequence[str], environment: Mapping[str, str], drain_ti
         env=dict(environment),
         stderr=subprocess.PIPE,
         start_new_session=True,
-        preexec_fn=_die_with_parent(os.getpid()),  # noqa: PLW1509  this process has one thread
+        preexec_fn=die_with_parent(os.getpid()),  # noqa: PLW1509  this process has one thread
     )
     copy = _ErrorCopy(child)
     escalation = iter((signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL))
@@ -81,7 +81,7 @@ class _ErrorCopy:
         return self._lost
 
 
-def _die_with_parent(parent: int) -> Callable[[], None]:
+def die_with_parent(parent: int) -> Callable[[], None]:
     """What mpirun's process does before it becomes mpirun: ask for SIGTERM when its parent dies (prctl(2)).
 
     Its standard error goes nowhere then; it must not die of that before it has ended its ranks.

@@ -89,6 +89,13 @@ class Scheduler:
                     queue.remove(request)
                     return
 
+    def cancel_all(self, client: bytes) -> None:
+        """Forget all requests of a client."""
+        for queue in (self.running, self.waiting):
+            for request in [request for request in queue if request.client == client]:
+                self.kv.free(request)
+                queue.remove(request)
+
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)

@@ -11,8 +11,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from rose_dist.frontend.engine_client import Generation
 from rose_dist.frontend.errors import ApiError, BodyTooLargeError, ClientGoneError
+from rose_dist.frontend.generation import Generation
 
 _LINGER_S = 2.0
 
