@@ -29,7 +29,7 @@ def place_replicas(hosts: Sequence[str], ranks: int, replicas: int) -> list[Plac
         RoseError: there is too little room, or a replica would have parts of several hosts of which it shares one.
     """
     total = ranks * replicas
-    slots = [(name, slot) for name, count in _counted(hosts, total) for slot in range(count)]
+    slots = [(name, slot) for name, count in _counted(hosts, total).items() for slot in range(count)]
     if len(slots) < total:
         raise RoseError(f"{replicas} replicas of {ranks} ranks need {total} places, but --hosts has {len(slots)}")
     parts = [slots[number * ranks : (number + 1) * ranks] for number in range(replicas)]
@@ -37,11 +37,14 @@ def place_replicas(hosts: Sequence[str], ranks: int, replicas: int) -> list[Plac
     return [_place(number, part, users) for number, part in enumerate(parts)]
 
 
-def _counted(hosts: Sequence[str], total: int) -> list[tuple[str, int]]:
+def _counted(hosts: Sequence[str], total: int) -> Counter[str]:
     if not hosts:
-        return [("", total)]
+        return Counter({"": total})
     share = -(-total // len(hosts))
-    return [(name, int(count or share)) for name, _, count in (host.partition(":") for host in hosts)]
+    counts = Counter[str]()
+    for name, _, count in (host.partition(":") for host in hosts):
+        counts[name] += int(count or share)
+    return counts
 
 
 def _place(number: int, part: Sequence[tuple[str, int]], users: Counter[str]) -> Placement:

@@ -73,6 +73,7 @@ class Leader:
             socket.setsockopt(zmq.HEARTBEAT_TTL, _SILENT_MS)
             self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             self._loop.add_reader(self._monitor.fileno(), self._look_at_connection)
+            self._loop.call_soon(self._look_at_connection)
         socket.connect(self.address)
         self._loop.add_reader(socket.fileno(), self._read)
         self.send(Hello())
@@ -117,8 +118,8 @@ class Leader:
 
     def _look_at_connection(self) -> None:
         """The monitor tells of nothing but a connection that broke."""
-        assert self._monitor is not None
-        assert self._lose is not None
+        if self._monitor is None or self._lose is None:
+            return
         try:
             self._monitor.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:

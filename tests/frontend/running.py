@@ -105,7 +105,13 @@ def start_frontend(
 
 
 def start_frontends(
-    config: FrontendConfig, leaders: list[str], *, count: int, log: Any = None, shared: Path | None = None
+    config: FrontendConfig,
+    leaders: list[str],
+    *,
+    count: int,
+    log: Any = None,
+    shared: Path | None = None,
+    replicas: int = 0,
 ) -> tuple[list[subprocess.Popen[bytes]], int]:
     processes = []
     listeners = listening_sockets("127.0.0.1", 0, count)
@@ -114,6 +120,7 @@ def start_frontends(
         spec = LaunchSpec(
             config=config,
             leaders=leaders,
+            replicas=replicas,
             listen_fd=listener.fileno(),
             parent_pid=os.getpid(),
             shared=str(shared) if shared else None,
@@ -123,6 +130,7 @@ def start_frontends(
                 [sys.executable, "-m", "rose_dist.frontend", msgspec.json.encode(spec).decode()],
                 pass_fds=[listener.fileno()],
                 env=environment(),
+                stdin=subprocess.PIPE if replicas else None,
                 stderr=log,
             )
         )
