@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,17 +26,21 @@ START_SECONDS = 150
 class Server:
     """`rose launch -n RANKS -- serve MODEL …` until the block is left."""
 
-    def __init__(self, model: Path, ranks: int, *options: str, folder: Path) -> None:
+    def __init__(self, model: Path, ranks: int, *options: str, folder: Path, launch: Sequence[str] = ()) -> None:
+        """`options` are those of `serve`, `launch` those of `rose launch`."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / "server.log"
-        command = [sys.executable, "-m", "rose_dist", "launch", "-n", str(ranks), "--", "serve", str(model)]
+        command = [sys.executable, "-m", "rose_dist", "launch", "-n", str(ranks), *launch]
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
         with self.log.open("w") as output:
             self.process = subprocess.Popen(
-                [*command, "--port", str(self.port), *options], env=environment, stdout=output, stderr=output
+                [*command, "--", "serve", str(model), "--port", str(self.port), *options],
+                env=environment,
+                stdout=output,
+                stderr=output,
             )
 
     def __enter__(self) -> Server:
@@ -66,6 +71,17 @@ class Server:
             return error.code
         except OSError:
             return None
+
+    def status(self) -> Any:
+        """What /health says."""
+        with urllib.request.urlopen(f"{self.url}/health", timeout=10) as answer:
+            return json.load(answer)
+
+    def wait_for_status(self, status: str, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while (now := self.status())["status"] != status:
+            assert time.monotonic() < deadline, f"{now}\n{self.log.read_text()}"
+            time.sleep(0.1)
 
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
