@@ -28,6 +28,9 @@ mkdir -p "$logs"
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SRUN_CPUS_PER_TASK}
 
+# What a rank's guard runs when the first node is gone: Slurm itself notices that only after SlurmdTimeout.
+export ROSE_END_JOB=${ROSE_END_JOB-scancel $SLURM_JOB_ID}
+
 # One rank a GPU. With --gpus-per-node every rank sees all GPUs of its node and takes the one of its local rank; with
 # --gpus-per-task each sees its own alone, as number 0, and NVLink needs --gpu-bind=none.
 gpus_per_node=${SLURM_GPUS_PER_NODE:-}

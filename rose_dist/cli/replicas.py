@@ -22,7 +22,7 @@ from typing import TextIO
 from rose_dist.cli.announcement import announced
 from rose_dist.cli.endpoint_file import EndpointFile
 from rose_dist.cli.frontends import FrontendError, Frontends
-from rose_dist.cli.supervise import die_with_parent
+from rose_dist.cli.supervise import HOST_LOST, die_with_parent
 from rose_dist.comm.guard_process import STOPPED, state_of
 from rose_dist.errors import RoseError
 from rose_dist.frontend.config import ReplicaNews
@@ -36,6 +36,8 @@ _LEAVE_SECONDS = 10.0
 """What a replica gets to end in order once the frontends have told it to."""
 _KILL_AFTER = 10.0
 """What its launcher gets to end the ranks."""
+_PATIENCE_SECONDS = 20.0
+"""How long a launcher may go on after a guard has said why the job ends."""
 _LAST_WORDS_SECONDS = 1.0
 """What remains to be read of what its launcher wrote, once that has ended."""
 
@@ -68,6 +70,8 @@ class Replica:
         self._command = command
         self._environment = environment
         self._tell = tell
+        self._said_at: float | None = None
+        """When a guard told the reason."""
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
 
@@ -104,7 +108,7 @@ class Replica:
                 return
 
     async def _run_once(self, command: Sequence[str]) -> None:
-        self.reason = ""
+        self.reason, self._said_at = "", None
         output, error = _Lines(self._take_output), _Lines(self._take_error)
         process = self._process = await asyncio.create_subprocess_exec(
             *command,
@@ -117,12 +121,20 @@ class Replica:
         )
         for lines in (output, error):
             lines.close_writer()
-        code = await process.wait()
+        code = await self._end_of(process)
         # Not for ever: a process of another host's daemon may still hold an end.
         await asyncio.wait([output.ended, error.ended], timeout=_LAST_WORDS_SECONDS)
         for lines in (output, error):
             lines.close()
         self.reason = self.reason or f"its launcher ended with exit code {code}"
+
+    async def _end_of(self, process: asyncio.subprocess.Process) -> int:
+        """Its exit code. A launcher may wait very long for ranks on a host that is gone."""
+        ended = asyncio.create_task(process.wait())
+        while not (await asyncio.wait([ended], timeout=_LOOK_SECONDS))[0]:
+            if self._said_at is not None and time.monotonic() - self._said_at > _PATIENCE_SECONDS:
+                process.kill()
+        return ended.result()
 
     def _take_output(self, line: str) -> None:
         if (leaders := announced(line)) is None:
@@ -135,8 +147,10 @@ class Replica:
 
     def _take_error(self, line: str) -> None:
         found = re.match(r"(?:\d+: )?(\[\d+@\S+\] rank .*)", line)
-        if found is not None and not self.reason:
-            self.reason = found[1]
+        if found is not None and self._said_at is None:
+            self.reason, self._said_at = found[1], time.monotonic()
+        elif HOST_LOST in line and not self.reason:
+            self.reason = "its host is gone, or the network to it, says mpirun"
         self._print(line, sys.stderr)
 
     def _print(self, line: str, target: TextIO) -> None:

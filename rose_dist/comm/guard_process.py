@@ -205,6 +205,8 @@ class Guard:
         else:
             turn = time.monotonic() + TURN * min(self.rank - 1, 3)
             self.turn = (turn, f"{link.who}: {why}, says {self.who}", wait)
+            if wait:
+                end_job()
 
     def drop(self, link: Link) -> None:
         self.links.remove(link)
@@ -293,6 +295,16 @@ class Guard:
             with contextlib.suppress(OSError):
                 os.unlink(path)
         self.done = True
+
+
+def end_job() -> None:
+    """Rank 0's host is gone, and with it what would tell the cluster's manager that the job is at its end: do that from
+    here, by the command that the job's script has left for it.
+    """
+    words = os.environ.get("ROSE_END_JOB", "").split()
+    if words:
+        with contextlib.suppress(OSError):  # a container may lack it
+            os.posix_spawnp(words[0], words, os.environ)
 
 
 def state_of(process: int) -> tuple[str, int]:

@@ -48,7 +48,13 @@ class Load:
 
     def _ask(self, prompt: str, *, stream: bool) -> tuple[str, str]:
         """The text, and what ended it early."""
-        options = {"model": "scripted-model", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "extra_body": {"ignore_eos": True}}
+        options = {
+            "model": "scripted-model",
+            "prompt": prompt,
+            "max_tokens": TOKENS,
+            "temperature": 0,
+            "extra_body": {"ignore_eos": True},
+        }
         text = ""
         try:
             completions = self._server.client(timeout=60).completions

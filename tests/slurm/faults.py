@@ -1,11 +1,15 @@
 """Random faults under load: what becomes of the job, and of every client.
 
-    python -m tests.slurm.faults MODEL [--faults 60] [--seed 0] [--kinds kill,stop]
+    python -m tests.slurm.faults MODEL [--faults 60] [--seed 0] [--kinds kill,stop] [--by Mpirun,Slurm,Replicas]
 
-Two hosts made of namespaces with a rank each, by mpirun or by a real Slurm, serve MODEL to six clients that ask without
-pause. Each fault gets a server of its own; a line of the table says how it went. Exit code 1 if any went wrong:
+Two hosts made of namespaces with a rank each, by mpirun or by a real Slurm as one job, or by mpirun as two replicas,
+serve MODEL to six clients that ask without pause. Each fault gets a server of its own; a line of the table says how it
+went. Exit code 1 if any went wrong:
 
-- the job has ended, with a message and an exit code, or answers again, within 10 s, or 30 s where the network is cut;
+- the job has ended, with a message and an exit code, or answers again, within 10 s, or 30 s where the network is cut.
+  "Answers again" is an answer to what was asked after the fault; it may take as long as the slowest one before longer,
+  since this machine may be slow;
+- replicas go on answering where one job ends, and the lost one joins again;
 - no process of it is left;
 - every request got its right answer, a beginning of that and an error, or an error; none waits for ever.
 """
@@ -15,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -49,6 +54,9 @@ KEEPALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2),
 ]
 """What a client needs to notice that the server's host is gone."""
+
+
+RANK = re.compile(r"\S*python\S* -m rose_dist serve")
 
 
 class Deployment:
@@ -87,7 +95,7 @@ class Deployment:
         found = {}
         for host in self.cluster.nodes:
             for process, command in host.processes().items():
-                if re.match(r"\S*python\S* -m rose_dist serve", command):
+                if RANK.match(command):
                     variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
                     rank = next(v for v in variables if v.startswith(b"PMIX_RANK="))
                     found[int(rank.partition(b"=")[2])] = host, process
@@ -100,6 +108,8 @@ class Deployment:
 
 
 class Mpirun(Deployment):
+    launch: tuple[str, ...] = ("-n", "2")
+
     def start(self, model: Path) -> None:
         hosts = self.cluster.hosts
         variables = {
@@ -111,7 +121,7 @@ class Mpirun(Deployment):
         }
         places = ",".join(f"{node.address}:1" for node in self.cluster.nodes)
         serve = ["serve", str(model), "--host", "0.0.0.0", "--port", "0", "--endpoint-file", str(self.endpoint)]
-        command = ["launch", "-n", "2", "--hosts", places, "--", *serve, "--log-dir", str(self.folder), *OPTIONS]
+        command = ["launch", *self.launch, "--hosts", places, "--", *serve, "--log-dir", str(self.folder), *OPTIONS]
         with self.log.open("w") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "rose_dist", *command],
@@ -131,6 +141,34 @@ class Mpirun(Deployment):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(10)
                 return
+
+
+class Replicas(Mpirun):
+    """A replica a host, and the front door on this machine."""
+
+    launch = ("--replicas", "2", "-n", "1")
+
+    def ranks(self) -> list[tuple[Host, int]]:
+        return [
+            (host, process)
+            for host in self.cluster.nodes
+            for process, command in host.processes().items()
+            if RANK.match(command)
+        ]
+
+    def frontend(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return next(int(c) for c in children if b"rose_dist.frontend" in Path(f"/proc/{c}/cmdline").read_bytes())
+
+    def wait_until_whole(self, seconds: float) -> bool:
+        """Both replicas take requests."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            with contextlib.suppress(httpx2.HTTPError):
+                if httpx2.get(f"{self.url.removesuffix('/v1')}/health").json() == {"status": "ok"}:
+                    return True
+            time.sleep(0.2)
+        return False
 
 
 class Slurm(Deployment):
@@ -160,6 +198,9 @@ class Load:
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     last_answer: float = 0.0
+    """When the latest of the answered requests was sent."""
+    slowest: float = 0.0
+    """Seconds of an answer."""
     stopping: bool = False
 
     def __enter__(self) -> Load:
@@ -174,6 +215,10 @@ class Load:
         for thread in self.threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         self.outcomes["hung"] = sum(thread.is_alive() for thread in self.threads)
+
+    def problems(self) -> list[str]:
+        found = [f"wrong answers: {self.wrong[:3]}"] if self.wrong else []
+        return [*found, "requests that hang"] if self.outcomes["hung"] else found
 
     def _ask_on(self, index: int) -> None:
         chooser = random.Random(index)
@@ -191,6 +236,7 @@ class Load:
             else:
                 self.outcomes["answered"] += 1
                 self.last_answer = begun
+                self.slowest = max(self.slowest, time.monotonic() - begun)
                 if text != self.right[prompt]:
                     self.wrong.append(f"{prompt!r}: {text!r}")
 
@@ -231,6 +277,8 @@ class Fault:
     message: str
     """What the log must say if the job ends; a regular expression. Empty: the job must go on."""
     slurm_only: bool = False
+    hits_replica: bool = True
+    """Where the server is replicas, only one is lost."""
 
 
 def send(number: signal.Signals) -> Callable[[Deployment, int], Callable[[], object]]:
@@ -284,7 +332,9 @@ FAULTS = {
     "stop": Fault(send(signal.SIGSTOP), 10, GUARDS + "stopped for 5 s"),
     "cut": Fault(cut, 30, GUARDS + "nothing heard for 10 s"),
     "cut 5 s": Fault(cut_for_5_s, 30, ""),
-    "kill frontend": Fault(kill_frontend, 10, GUARDS + "error: the frontend process ended by itself with exit code -9"),
+    "kill frontend": Fault(
+        kill_frontend, 10, "error: the frontend process ended by itself with exit code -9", hits_replica=False
+    ),
     "kill slurmd": Fault(kill_slurmd, 10, "", slurm_only=True),
     "fill disk": Fault(fill_disk, 10, ""),
 }
@@ -292,40 +342,31 @@ FAULTS = {
 
 def run_one(name: str, rank: int, make: type[Deployment], cluster: SlurmCluster, model: Path, folder: Path) -> str:
     """One line of the table; it ends in `ok` or in what went wrong."""
-    fault, problems = FAULTS[name], []
+    fault = FAULTS[name]
     deployment = make(cluster, model, folder)
+    goes_on = not fault.message or (isinstance(deployment, Replicas) and fault.hits_replica)
+    problems = []
+    if isinstance(deployment, Replicas) and not deployment.wait_until_whole(60):
+        problems.append("not all replicas have started")
     right = {prompt: ask(deployment.url, prompt) for prompt in PROMPTS}
     with Load(deployment.url, right) as load:
         while load.outcomes["answered"] < CLIENTS:
             time.sleep(0.1)
         time.sleep(random.uniform(0.0, 2.0))
+        limit = fault.seconds + (load.slowest if goes_on else 0)
         begun = time.monotonic()
         undo = fault.inflict(deployment, rank)
-        inflicted = time.monotonic()
-        end = ""
-        while time.monotonic() - begun < fault.seconds:
-            if not end and (end := deployment.ended()):
-                break
-            if not fault.message and load.last_answer > inflicted:
-                end = "answers again"
-                break
-            time.sleep(0.1)
+        end = watch(deployment, load, begun + limit, after=time.monotonic() if goes_on else math.inf)
         seconds = time.monotonic() - begun
+        if isinstance(deployment, Replicas) and goes_on:
+            problems += joins_again(deployment, undo, lost=bool(fault.message))
+        else:
+            undo()
         log = deployment.log.read_text(errors="replace")
-        undo()
-    if not end:
-        problems.append(f"neither ended nor answered after {fault.seconds:g} s")
-    elif fault.message and not re.search(fault.message, log):
-        problems.append("no message")
-    elif bool(fault.message) == (end == "answers again") or end in ("exit code 0", "COMPLETED"):
-        problems.append("not as expected")
+    problems += wrong_end(end, log, "" if goes_on else fault.message) + load.problems()
     deployment.stop()
     if left := wait_until_clean(cluster):
         problems.append(f"left behind: {left}")
-    if load.wrong:
-        problems.append(f"wrong answers: {load.wrong[:3]}")
-    if load.outcomes["hung"]:
-        problems.append("requests that hang")
     said = next((line for line in log.splitlines() if re.search(GUARDS, line)), "")
     outcomes = load.outcomes
     verdict = "ok" if not problems else "FAILED: " + "; ".join(problems)
@@ -333,6 +374,46 @@ def run_one(name: str, rank: int, make: type[Deployment], cluster: SlurmCluster,
         f"| {name} | {rank} | {make.__name__} | {end} | {seconds:.1f} s | {outcomes['answered']} | {outcomes['error']} "
         f"| {outcomes['hung']} | {said.partition('] ')[2][:90]} | {verdict} |"
     )
+
+
+def watch(deployment: Deployment, load: Load, deadline: float, after: float) -> str:
+    """How the job ended, or `answers again` to what was asked after `after`; empty if neither came in time."""
+    while time.monotonic() < deadline:
+        if end := deployment.ended():
+            return end
+        if load.last_answer > after:
+            return "answers again"
+        time.sleep(0.1)
+    return ""
+
+
+def wrong_end(end: str, log: str, message: str) -> list[str]:
+    """`message`: what the log must say; empty if the job must go on."""
+    if not end:
+        return ["neither ended nor answered in time"]
+    if bool(message) == (end == "answers again") or end in ("exit code 0", "COMPLETED"):
+        return ["not as expected"]
+    return [] if re.search(message, log) else ["no message"]
+
+
+def joins_again(deployment: Replicas, undo: Callable[[], object], *, lost: bool) -> list[str]:
+    """Undo the fault, once the front door has said that a replica was `lost`, and wait for both."""
+    problems = []
+    if lost and not wait_for_message(deployment.log, r"replica \d has ended: ", 30):
+        problems.append("nothing says that a replica has ended")
+    undo()
+    if not deployment.wait_until_whole(90):
+        problems.append("the lost replica has not joined again")
+    return problems
+
+
+def wait_for_message(log: Path, pattern: str, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not re.search(pattern, log.read_text(errors="replace")):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def wait_until_clean(cluster: SlurmCluster) -> list[str]:
@@ -375,7 +456,9 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default=",".join(FAULTS), help="comma-separated")
+    parser.add_argument("--by", default="Mpirun,Slurm,Replicas", help="comma-separated")
     options = parser.parse_args()
+    makes = [make for make in (Mpirun, Slurm, Replicas) if make.__name__ in options.by.split(",")]
     chooser = random.Random(options.seed)
     kinds = options.kinds.split(",")
     print("| fault | of rank | by | end | after | answered | errors | hung | message | |")
@@ -388,7 +471,7 @@ def main() -> None:
     ):
         for number in range(options.faults):
             name = kinds[number % len(kinds)] if number < len(kinds) else chooser.choice(kinds)
-            make = Slurm if FAULTS[name].slurm_only else chooser.choice([Mpirun, Slurm])
+            make = Slurm if FAULTS[name].slurm_only else chooser.choice(makes)
             place = disk / str(number)
             place.mkdir()
             line = run_one(name, chooser.randrange(2), make, cluster, options.model.resolve(), place)
