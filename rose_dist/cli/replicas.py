@@ -90,15 +90,15 @@ class Replica:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), min(2.0**self.failed_starts, _LONGEST_PAUSE))
 
-    async def stop(self) -> None:
-        """Do not start it again, and end what runs: a ready one in order, as the frontends have asked it to."""
+    async def stop(self, *, drained: bool) -> None:
+        """Do not start it again, and end what runs; in order where the frontends have `drained` and told it to."""
         self._stopping.set()
         process = self._process
         if process is None or process.returncode is not None:
             return
         ended = asyncio.create_task(process.wait())
         for number, seconds in (
-            (None, _LEAVE_SECONDS * self.ready),
+            (None, _LEAVE_SECONDS * (self.ready and drained)),
             (signal.SIGTERM, _KILL_AFTER),
             (signal.SIGKILL, 5),
         ):
@@ -208,6 +208,7 @@ async def run_replicas(
         loop.add_signal_handler(number, door.stop)
     jobs = replicas(frontends.tell)
     running = [asyncio.create_task(job.run()) for job in jobs]
+    drained = False
     try:
         while not door.closed():
             if door.stopping and endpoint is not None:
@@ -215,11 +216,12 @@ async def run_replicas(
             if all(job.failed_starts for job in jobs) and not door.stopping:
                 raise ReplicaError(f"no replica can be started; replica 0: {jobs[0].reason}")
             await asyncio.sleep(_LOOK_SECONDS if not door.stopping else 0.05)
+        drained = True
     finally:
         if endpoint is not None:
             endpoint.remove()
         frontends.fail()
-        await asyncio.gather(*(job.stop() for job in jobs))
+        await asyncio.gather(*(job.stop(drained=drained) for job in jobs))
         await asyncio.gather(*running)
 
 
