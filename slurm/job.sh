@@ -5,6 +5,7 @@
 #   ROSE_LOGS          folder that every node sees; a folder a job in it; default: the folder where sbatch was called
 #   ROSE_CONTAINER     image; unset runs on the nodes' own system
 #   ROSE_CONTAINER_BY  pyxis or apptainer; default: pyxis where srun has it
+#   ROSE_REPLICAS      serve by so many replicas, each on as many whole nodes
 #   ROSE_MOUNTS        more folders for the container, HOST:INSIDE,…
 
 fatal() {
@@ -94,5 +95,24 @@ run_ranks() {
   done
   { kill -KILL $patience; wait $patience; } 2>/dev/null || true # without a word from bash
   rm -f "$ended"
+  return $code
+}
+
+# Serves by ROSE_REPLICAS steps of this job: `rose launch`, on this node, starts them, and each again when it is lost.
+run_replicas() {
+  local code=0 launch ranks=${SLURM_NTASKS:-$((SLURM_JOB_NUM_NODES * ${SLURM_NTASKS_PER_NODE:-1}))}
+  [ ${#inside[@]} = 0 ] || fatal "replicas in containers need pyxis, not apptainer"
+  [ $((SLURM_JOB_NUM_NODES % ROSE_REPLICAS)) = 0 ] ||
+    fatal "$ROSE_REPLICAS replicas on whole nodes: $SLURM_JOB_NUM_NODES nodes can't be shared out"
+  export ROSE_END_JOB= # the end of a replica is not the job's
+  trap 'kill -TERM $launch' TERM INT USR1
+  "$ROSE_PYTHON" -m rose_dist launch --replicas "$ROSE_REPLICAS" -n $((ranks / ROSE_REPLICAS)) --by srun \
+    --srun-options "$(printf "%q " "${step[@]:3}")" --drain-timeout "${ROSE_DRAIN_SECONDS:-20}" -- "$@" &
+  launch=$!
+  wait $launch || code=$?
+  while kill -0 $launch 2>/dev/null; do # a trapped signal ends `wait` before its time
+    code=0
+    wait $launch || code=$?
+  done
   return $code
 }

@@ -65,11 +65,12 @@ class Launch:
                 place += ["-x", "CUDA_VISIBLE_DEVICES"]
         return [_find_mpirun(), "-n", str(self.ranks), *place, *self._rank_command()]
 
-    def srun(self, nodes: int | None = None, options: Sequence[str] = ()) -> list[str]:
+    def srun(self, options: Sequence[str] = ()) -> list[str]:
         """The same ranks as a Slurm step, to be run inside an allocation or with one's own options."""
-        place = ["-N", str(nodes or len(self.hosts) or 1), "-n", str(self.ranks)]
-        threads = max(1, len(os.sched_getaffinity(0)) // self.ranks_per_host)
-        ours = ["--mpi=pmix", *place, "--cpus-per-task", str(threads), "--kill-on-bad-exit=1", "--unbuffered"]
+        place = ["-N", str(len(self.hosts) or 1), "-n", str(self.ranks)]
+        if "SRUN_CPUS_PER_TASK" not in os.environ:
+            place += ["--cpus-per-task", str(max(1, len(os.sched_getaffinity(0)) // self.ranks_per_host))]
+        ours = ["--mpi=pmix", *place, "--kill-on-bad-exit=1", "--unbuffered"]
         return ["srun", *ours, *options, *self._rank_command()]
 
     def _rank_command(self) -> list[str]:

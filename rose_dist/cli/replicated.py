@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,11 +15,26 @@ import click
 from rose_dist.cli import serve
 from rose_dist.cli.frontends import Frontends, listen
 from rose_dist.cli.launch import Launch, described
-from rose_dist.cli.placement import place_replicas
+from rose_dist.cli.placement import Placement, place_replicas
 from rose_dist.cli.replicas import Replica, run_replicas
 from rose_dist.cli.serving_options import ServingOptions
 from rose_dist.errors import RoseError
 from rose_dist.frontend.config import ReplicaNews
+
+
+def allocated_nodes() -> tuple[str, ...]:
+    """The names of the Slurm job's nodes.
+
+    Raises:
+        RoseError: this is no Slurm job, or Slurm does not say.
+    """
+    if "SLURM_JOB_ID" not in os.environ:
+        raise RoseError("--by srun is for a Slurm allocation; get one with salloc, or use slurm/serve.sbatch")
+    try:
+        named = subprocess.run(["scontrol", "show", "hostnames"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise RoseError(f"Slurm does not say which nodes the job has: {error}") from error
+    return tuple(named.stdout.split())
 
 
 @dataclass(frozen=True)
@@ -46,6 +62,11 @@ class ReplicatedLaunch:
         _ = self._serving, self._launches(0)
 
     @cached_property
+    def _places(self) -> list[Placement]:
+        hosts = self.hosts if self.srun_options is None else allocated_nodes()
+        return place_replicas(hosts, self.ranks, self.replicas)
+
+    @cached_property
     def _serving(self) -> click.Context:
         return serve.command.make_context("rose serve", list(self.command[1:]))
 
@@ -54,7 +75,7 @@ class ReplicatedLaunch:
         where = "here" if not self.hosts and self.srun_options is None else "outside"
         logs = self._serving.params["log_dir"]
         launches = []
-        for number, place in enumerate(place_replicas(self.hosts, self.ranks, self.replicas)):
+        for number, place in enumerate(self._places):
             own = ["--announce", where]
             if logs is not None:
                 own += ["--log-dir", str(logs / f"replica-{number}.{start}")]
@@ -70,8 +91,8 @@ class ReplicatedLaunch:
     def _launcher(self, launch: Launch, environment: Mapping[str, str]) -> list[str]:
         if self.srun_options is None:
             return launch.mpirun(environment)
-        nodes = max(1, int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) // self.replicas)
-        return launch.srun(nodes, ["--exact", *self.srun_options])
+        nodes = ",".join(host.partition(":")[0] for host in launch.hosts)
+        return launch.srun(["--exact", "-w", nodes, *self.srun_options])
 
     def describe(self) -> list[str]:
         """A line for a shell for each replica."""

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from rose_dist.comm.addresses import reachable_address
+from rose_dist.comm.affinity import settle
 from rose_dist.comm.agreement import check_agreement, code_version
 from rose_dist.comm.group import Group
 from rose_dist.comm.guard import Guard
@@ -89,6 +90,7 @@ class World:
             world = cls(None, None, timeout)
             configure_logging(0, world.host, log_dir, log_level)
             return world
+        os.environ.update(settle(os.environ))
         guard = Guard()
         expected = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "?")
         host = socket.gethostname()

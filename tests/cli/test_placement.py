@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -65,13 +66,21 @@ def test_the_command_of_each_replica(tmp_path: Path) -> None:
         assert "CUDA_VISIBLE_DEVICES" in [words[i + 1] for i, word in enumerate(words) if word == "-x"]
 
 
-def test_the_slurm_step_of_each_replica() -> None:
+def test_the_slurm_step_of_each_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\nprintf 'n1\\nn2\\nn3\\nn4\\n'\n")
+    scontrol.chmod(0o755)
     arguments = ["--replicas", "2", "-n", "4", "--by", "srun", "--srun-options", "--label --gpus 4", "--print"]
+    assert "is for a Slurm allocation" in launch(*arguments, "--", "serve", "model").stderr
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     printed = launch(*arguments, "--", "serve", "model")
     assert printed.returncode == 0, printed.stderr
-    first, second = (shlex.split(line) for line in printed.stdout.splitlines())
-    assert first == second
-    assert {"--exact", "--label", "--gpus", "--mpi=pmix", "--kill-on-bad-exit=1"} <= set(first)
+    for words, nodes in zip(map(shlex.split, printed.stdout.splitlines()), ["n1,n2", "n3,n4"], strict=True):
+        assert words[words.index("-w") + 1] == nodes
+        assert words[words.index("-N") + 1] == "2"
+        assert {"--exact", "--label", "--gpus", "--mpi=pmix", "--kill-on-bad-exit=1"} <= set(words)
+        assert not any(word.startswith("CUDA_VISIBLE_DEVICES") for word in words)
 
 
 @pytest.mark.parametrize(
