@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -193,7 +193,8 @@ class World:
 
     def abort(self, message: str) -> NoReturn:
         """End the job on all ranks with exit code 1 and one message that names this rank, its host and its stage."""
-        print(self._say(message), file=sys.stderr, flush=True)
+        with suppress(OSError):  # nowhere to write to, as on a full disk
+            print(self._say(message), file=sys.stderr, flush=True)
         self._end()
 
     def _say(self, message: str = "") -> str:
@@ -201,7 +202,8 @@ class World:
 
     def _end(self) -> NoReturn:
         logging.shutdown()
-        sys.stdout.flush()
+        with suppress(OSError):
+            sys.stdout.flush()
         if self._guard is not None:
             self._guard.spoken()  # and let it kill this rank if MPI can't end the job
         if self._communicator is not None:
@@ -224,7 +226,8 @@ class World:
             # A user's mistake is mostly seen by all ranks at once: let the first one tell it, alone.
             time.sleep(_TURN_SECONDS * min(self.rank, 2))
             self.abort(f"error: {error}")
-        traceback.print_exception(error)
+        with suppress(OSError):
+            traceback.print_exception(error)
         self.abort(f"{type(error).__name__}: {error}")
 
     def close(self) -> None:

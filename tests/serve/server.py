@@ -20,7 +20,7 @@ from typing import Any
 import openai
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-START_SECONDS = 150
+START_SECONDS = 300
 
 
 class Server:
@@ -60,12 +60,12 @@ class Server:
     def stop(self) -> int:
         """The exit code after SIGTERM."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(120)
 
     def health(self) -> int | None:
         """Status of /health, or None while nothing listens."""
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=10) as answer:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=60) as answer:
                 return int(answer.status)
         except urllib.error.HTTPError as error:
             return error.code
@@ -74,7 +74,7 @@ class Server:
 
     def status(self) -> Any:
         """What /health says."""
-        with urllib.request.urlopen(f"{self.url}/health", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.url}/health", timeout=60) as answer:
             return json.load(answer)
 
     def wait_for_status(self, status: str, seconds: float) -> None:
@@ -88,11 +88,11 @@ class Server:
 
     def metric(self, name: str) -> float:
         """Summed over leaders."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
             page = answer.read().decode()
         return sum(float(value) for value in re.findall(rf"^rose:{name}(?:{{[^}}]*}})? (\S+)$", page, re.MULTILINE))
 
-    def wait_for(self, name: str, value: float, seconds: float = 10) -> None:
+    def wait_for(self, name: str, value: float, seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
         while self.metric(name) != value:
             assert time.monotonic() < deadline, f"rose:{name} is {self.metric(name)}, not {value}"
@@ -101,7 +101,7 @@ class Server:
     def post(self, path: str, body: bytes | dict[str, Any]) -> tuple[int, Any]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         try:
-            with urllib.request.urlopen(urllib.request.Request(self.url + path, data), timeout=60) as answer:
+            with urllib.request.urlopen(urllib.request.Request(self.url + path, data), timeout=120) as answer:
                 return answer.status, json.load(answer)
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)

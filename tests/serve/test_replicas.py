@@ -43,7 +43,7 @@ class Load:
     def __exit__(self, *_: object) -> None:
         self._stopping = True
         for thread in self._threads:
-            thread.join(60)
+            thread.join(180)
         self.outcomes["hung"] = sum(thread.is_alive() for thread in self._threads)
 
     def _ask(self, prompt: str, *, stream: bool) -> tuple[str, str]:
@@ -57,7 +57,7 @@ class Load:
         }
         text = ""
         try:
-            completions = self._server.client(timeout=60).completions
+            completions = self._server.client(timeout=180).completions
             if not stream:
                 return completions.create(**options).choices[0].text, ""
             for chunk in completions.create(**options, stream=True):
@@ -78,7 +78,7 @@ class Load:
                 self.wrong.append(f"{prompt!r}: {text!r}")
 
     def wait_for_answers(self, count: int) -> None:
-        wanted, deadline = self.outcomes["answered"] + count, time.monotonic() + 60
+        wanted, deadline = self.outcomes["answered"] + count, time.monotonic() + 180
         while self.outcomes["answered"] < wanted:
             assert time.monotonic() < deadline, self.outcomes
             time.sleep(0.05)
@@ -99,7 +99,7 @@ def ranks(server: Server) -> dict[tuple[int, int], int]:
 
 def wait_for_reason(server: Server, replica: int, reason: str) -> None:
     """The frontend may have noticed earlier that the replica can't be reached."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (missing := server.status()["missing"]) != [{"replica": replica, "reason": reason}]:
         assert time.monotonic() < deadline, missing
         time.sleep(0.05)
@@ -121,7 +121,7 @@ def test_a_lost_replica_costs_no_answer_and_joins_again(server: Server, tmp_path
         ):
             load.wait_for_answers(CLIENTS)
             os.kill(ranks(server)[replica, rank], number)
-            server.wait_for_status("degraded", 20)
+            server.wait_for_status("degraded", 60)
             wait_for_reason(server, replica, f"[{rank}@{os.uname().nodename}] {reason}")
             load.wait_for_answers(CLIENTS)
             server.wait_for_status("ok", START_SECONDS)

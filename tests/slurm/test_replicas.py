@@ -20,7 +20,7 @@ from tests.slurm.test_serve import left_behind, wait_for_endpoint
 
 pytestmark = pytest.mark.slurm
 
-START_SECONDS = 120
+START_SECONDS = 300
 
 
 def wait_for_status(url: str, status: str, seconds: float, log: Path) -> Any:
@@ -51,7 +51,7 @@ def test_a_step_that_is_lost_is_started_again(cluster: SlurmCluster, scripted: P
     ]
     assert len(ranks) == 2, "the second replica has the last two nodes"
     os.kill(ranks[1], signal.SIGKILL)
-    (missing,) = wait_for_status(url, "degraded", 20, log)["missing"]
+    (missing,) = wait_for_status(url, "degraded", 60, log)["missing"]
     assert missing["replica"] == 1
     client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
     for _ in range(4):
@@ -59,7 +59,7 @@ def test_a_step_that_is_lost_is_started_again(cluster: SlurmCluster, scripted: P
     wait_for_status(url, "ok", START_SECONDS, log)
     assert re.search(r"replica 1 has ended: \[1@\S+\] rank 1, stage 'serve': the process is gone", log.read_text())
     cluster.run("scancel", str(job))
-    cluster.wait_for_state(job, "CANCELLED", "COMPLETED", seconds=30)
+    cluster.wait_for_state(job, "CANCELLED", "COMPLETED", seconds=KILL_WAIT_SECONDS)
     deadline = time.monotonic() + KILL_WAIT_SECONDS + 20
     while left := left_behind(cluster):
         assert time.monotonic() < deadline, left
