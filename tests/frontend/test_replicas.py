@@ -85,7 +85,7 @@ class Asked:
 
     def wait(self) -> list[tuple[int, bytes]]:
         for thread in self._threads:
-            thread.join(30)
+            thread.join(120)
         assert len(self.answers) == len(self._threads), "some got neither an answer nor an error"
         return self.answers
 
@@ -187,7 +187,7 @@ def test_a_stopped_leader_is_left_and_joins_again(front: Replicated, stub: StubC
     hellos = [line for line in Path(f"{report}0").read_text().splitlines() if '"hello"' in line]
     assert len(hellos) == 2
     front.process.send_signal(signal.SIGTERM)
-    assert front.process.wait(10) == 0
+    assert front.process.wait(60) == 0
     for one in stubs:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            assert one.wait(5) == 0
+            assert one.wait(60) == 0
