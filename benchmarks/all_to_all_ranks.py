@@ -134,6 +134,12 @@ class Bench:
             for hidden, _ in SHAPES:
                 self.ours[hidden, name] = _Fixed(self.all_reduce(hidden), most)
         kernels_all_reduce.ONE_SHOT_BYTES.update(usual)
+        for hidden, _ in SHAPES:
+            self.ours[hidden, "two shots, one round"] = _Fixed(self.ours[hidden, "two shots"].reduce, 0, 1 << 40)
+        self.wide = {
+            hidden: comm_all_reduce.create(self.memory, hidden=hidden, dtype=torch.float32, max_rows=64)
+            for hidden, _ in SHAPES
+        }
         self.token = torch.zeros(1, device=device)
         self.rate = copy_rate()
 
@@ -203,9 +209,9 @@ class Bench:
     def check_combine(self, hidden: int, k: int, rows: int, budget_s: float) -> dict[str, Any]:
         """Each rank holds half the pairs, at random slots."""
         reduce = self.ours[hidden, "ours"]
-        expert_rows = torch.empty(rows * k, hidden, dtype=BF16, device=self.device)
-        slots = torch.empty(rows, k, dtype=torch.int32, device=self.device)
-        weights = torch.empty(rows, k, device=self.device)
+        expert_rows = torch.zeros(rows * k, hidden, dtype=BF16, device=self.device)
+        slots = torch.full((rows, k), -1, dtype=torch.int32, device=self.device)  # the first call precedes `refill`
+        weights = torch.zeros(rows, k, device=self.device)
         out, expected = (torch.empty(rows, hidden, dtype=BF16, device=self.device) for _ in range(2))
 
         def refill(count: int) -> None:
@@ -290,7 +296,7 @@ class Bench:
                 x, out = (torch.randn(rows, hidden, device=self.device).to(BF16) for _ in range(2))
                 size = x.numel() * 2
                 line: dict[str, Any] = {"rows": rows, "hidden": hidden, "KB": size / 1024}
-                for kind in ("ours", "one shot", "two shots"):
+                for kind in ("ours", "one shot", "two shots", "two shots, one round"):
                     reduce = self.ours[hidden, kind]
                     serves = kind != "one shot" or size <= 4 << 20
                     line[f"{kind} us"] = self.time(functools.partial(reduce, x, out) if serves else None)
@@ -314,7 +320,7 @@ class Bench:
                 expert_rows = torch.randn(rows * k, hidden, device=self.device).to(BF16)
                 slots = torch.randperm(rows * k, device=self.device).view(rows, k).int()
                 slots = torch.where(torch.rand(slots.shape, device=self.device) < 0.5, slots, -1)
-                weights = torch.rand(rows, k, device=self.device)
+                weights, sums = torch.rand(rows, k, device=self.device), torch.empty(rows, hidden, device=self.device)
 
                 def norm_apart(x: Any = x, residual: Any = residual, weight: Any = weight, reduce: Any = reduce) -> Any:
                     total = residual + reduce(x)
@@ -329,6 +335,13 @@ class Bench:
                     combine(*args, tokens=rows)
                     reduce(args[3], args[3])
 
+                def combine_wide(
+                    args: Any = (expert_rows, slots, weights), out: Any = out, wide: Any = self.wide[hidden],
+                    rows: int = rows, sums: Any = sums,
+                ) -> None:  # fmt: skip
+                    combine(*args, sums, tokens=rows)
+                    out.copy_(wide(sums, sums))
+
                 fused_norm = functools.partial(reduce.add_rms_norm, x, residual, weight, EPS)
                 fused_combine = functools.partial(reduce.combine, expert_rows, slots, weights, out, tokens=rows)
                 table.append({
@@ -337,6 +350,7 @@ class Bench:
                     "all-reduce, add, torch norm us": self.time(norm_apart),
                     "combine + all-reduce us": self.time(fused_combine),
                     "combine, all-reduce us": self.time(combine_apart),
+                    "combine, all-reduce in fp32, round us": self.time(combine_wide),
                 })  # fmt: skip
                 if self.rank == 0:
                     print(table[-1], flush=True)
@@ -374,15 +388,17 @@ def differ(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _Fixed:
-    """An `AllReduce` that keeps the choice between one and two shots which it was made with."""
+    """An `AllReduce` that keeps the choice between one and two shots which it was made with, or the rounds of two."""
 
-    def __init__(self, reduce: AllReduce, most: int) -> None:
-        self._reduce, self._most, self.check = reduce, most, reduce.check
+    def __init__(self, reduce: Any, most: int, round_bytes: int = kernels_all_reduce.ROUND_BYTES) -> None:
+        self.reduce, self._most, self._round_bytes = reduce, most, round_bytes
+        self.check, self.sizes = reduce.check, reduce.sizes
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        usual = dict(kernels_all_reduce.ONE_SHOT_BYTES)
-        kernels_all_reduce.ONE_SHOT_BYTES[self._reduce.sizes.ranks] = self._most
+        usual, ranks = kernels_all_reduce.ONE_SHOT_BYTES, self.sizes.ranks
+        kernels_all_reduce.ONE_SHOT_BYTES = usual | {ranks: self._most}
+        before, kernels_all_reduce.ROUND_BYTES = kernels_all_reduce.ROUND_BYTES, self._round_bytes
         try:
-            return self._reduce(x, out)
+            return self.reduce(x, out)
         finally:
-            kernels_all_reduce.ONE_SHOT_BYTES.update(usual)
+            kernels_all_reduce.ONE_SHOT_BYTES, kernels_all_reduce.ROUND_BYTES = usual, before

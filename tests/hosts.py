@@ -1,7 +1,8 @@
 """Several hosts on one machine, out of Linux namespaces: each has its own name, address, processes, /dev/shm.
 
-All hosts hang on one bridge, and so does this machine. They share its file system. A host ends when its first process
-does, and with it everything that runs there.
+All hosts hang on one bridge, and so does this machine. They share its file system, but for the folder that mpirun's
+daemons keep their sessions in: it is named by process id, of which each host has its own. A host ends when its first
+process does, and with it everything that runs there.
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ class Hosts(Sequence[Host]):
             _ip("link", "set", self.bridge, "up")
             names = [f"n{self.number}-{index}" for index in range(1, self._count + 1)]
             lines = [f"10.77.{self.number}.{index} {name}" for index, name in enumerate(names, 1)]
+            (self._folder / "sessions").mkdir()
             (self._folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
             for index, name in enumerate(names, 1):
                 self._hosts.append(self._start(index, name))
@@ -117,6 +119,7 @@ class Hosts(Sequence[Host]):
         setup = [
             f"hostname {name}",
             "mount -t tmpfs tmpfs /dev/shm",
+            f"mount -t tmpfs tmpfs {shlex.quote(str(self._folder / 'sessions'))}",
             f"mount --bind {shlex.quote(str(self._folder / 'hosts'))} /etc/hosts",
             "echo ready",
         ]
@@ -145,8 +148,9 @@ class Hosts(Sequence[Host]):
     def _write_agent(self) -> Path:
         """What mpirun runs in ssh's place: `agent HOST COMMAND`."""
         agent = self._folder / "agent"
+        shell = ["env", f"PRTE_MCA_prte_tmpdir_base={self._folder / 'sessions'}", "sh", "-c"]
         cases = "\n".join(
-            f'  {host.name}|{host.address}) exec {shlex.join(host.enter("sh", "-c"))} "$*";;' for host in self
+            f'  {host.name}|{host.address}) exec {shlex.join(host.enter(*shell))} "$*";;' for host in self
         )
         agent.write_text(f'#!/bin/sh\nhost=$1\nshift\ncase $host in\n{cases}\nesac\necho "no host $host" >&2\nexit 1\n')
         agent.chmod(0o755)

@@ -175,11 +175,14 @@ class RankPool:
         self.close()
 
     def close(self) -> None:
-        """Let the ranks leave in order; kill what has not left in time."""
+        """Let the ranks leave in order, or end them all if one is lost; kill what has not left in time."""
         for connection in self._connections.values():
+            if self._lost:
+                with contextlib.suppress(OSError):
+                    connection.send("abort")
             connection.close()
         try:
-            self._process.wait(1 if self._lost else 10)
+            self._process.wait(10)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

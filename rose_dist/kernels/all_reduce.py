@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rose_dist.kernels import checks, jit, launch, moe_combine, peer_regions
 from rose_dist.kernels.moe_dispatch import LIMIT_NS
-from rose_dist.kernels.peer_regions import MAX_BLOCKS, MAX_RANKS, PACKET_BYTES, STAGES
+from rose_dist.kernels.peer_regions import MAX_BLOCKS, MAX_RANKS, MAX_ROUNDS, PACKET_BYTES, PACKET_WORDS, STAGES
 
 if TYPE_CHECKING:
     from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
@@ -22,6 +22,12 @@ ONE_SHOT_BYTES = {2: 1 << 20, 3: 1 << 19, 4: 1 << 18}
 MAX_STAGED = 12_000
 """Longest row that combine and all-reduce in one launch serve: it is held in shared memory, in fp32, of which 48 KB are
 static."""
+MOST_PARTS = 8
+"""That a row is cut into when there are fewer rows than SMs, each for a block."""
+PART_PACKETS = 96
+"""That a part at least has: three warps. Smaller ones gain nothing."""
+ROUND_BYTES = 1 << 15
+"""That a block of two shots at least sends in a round."""
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -55,11 +61,22 @@ class Sizes:
         most = ONE_SHOT_BYTES.get(self.ranks, 1 << 17) if self.hidden <= MAX_STAGED else 0
         return min(self.max_rows, most // (self.hidden * 4))
 
+    def parts(self, rows: int, dtype: torch.dtype) -> int:
+        """That one shot cuts each row of `dtype` into: as many as there are SMs for, and whole 16-byte vectors of the
+        experts' rows.
+        """
+        parts, words = MOST_PARTS, self.hidden * dtype.itemsize // 4
+        while parts > 1 and (
+            rows * parts > self.sms or self.hidden % (8 * parts) or words // parts < PART_PACKETS * PACKET_WORDS
+        ):
+            parts //= 2
+        return parts
+
     @property
     def source_bytes(self) -> int:
-        """Of one sender's part of a one-shot inbox."""
-        rows = peer_regions.packets(self.hidden * self.dtype.itemsize // 4) * self.one_shot_rows
-        return max(rows, peer_regions.packets(self.hidden) * self.combine_rows, 1) * PACKET_BYTES
+        """Of one sender's part of a one-shot inbox. A part's last packet may be partly empty."""
+        rows = (peer_regions.packets(self.hidden * self.dtype.itemsize // 4) + MOST_PARTS) * self.one_shot_rows
+        return max(rows, (peer_regions.packets(self.hidden) + MOST_PARTS) * self.combine_rows, 1) * PACKET_BYTES
 
     @property
     def slice_bytes(self) -> int:
@@ -105,8 +122,9 @@ class AllReduce:
         self._first_slots = torch.empty(sizes.max_rows, 1, dtype=torch.int32, device=device)
         self._first_slots[:, 0] = torch.arange(sizes.max_rows, dtype=torch.int32)
         self._ones = torch.empty(sizes.max_rows, 1, dtype=torch.float32, device=device).fill_(1.0)
-        for norm in (False, True):
-            _load(self._one_shot_kernel(norm))
+        _load(self._norm_kernel())
+        for parts in {sizes.parts(rows, sizes.dtype) for rows in range(1, sizes.one_shot_rows + 1)}:
+            _load(self._one_shot_kernel(parts))
         for dtype in {sizes.dtype, torch.float32}:
             _load(self._two_shot_kernel(dtype))
 
@@ -121,7 +139,8 @@ class AllReduce:
         if rows > self.sizes.one_shot_rows:
             self._two_shot(x, out, rows, live_rows)
         elif rows:
-            self._one_shot(self._one_shot_kernel(False), out, (x, live_rows, out, 0, 0, 0, 0.0), (0,) * 6, rows)
+            kernel = self._one_shot_kernel(self.sizes.parts(rows, x.dtype))
+            self._one_shot(kernel, out, (x, live_rows, out, 0, 0, 0, 0.0), (0,) * 6, rows)
         return out
 
     def add_rms_norm(
@@ -137,9 +156,7 @@ class AllReduce:
         checks.dtype("weight", weight, x.dtype)
         checks.shape("weight", weight, self.sizes.hidden)
         if rows:
-            self._one_shot(
-                self._one_shot_kernel(True), out, (x, live_rows, out, residual, total, weight, eps), (0,) * 6, rows
-            )
+            self._one_shot(self._norm_kernel(), out, (x, live_rows, out, residual, total, weight, eps), (0,) * 6, rows)
         return out, total
 
     def combine(
@@ -157,24 +174,35 @@ class AllReduce:
                 live_rows=live_rows,
             )  # fmt: skip
         elif tokens:
-            kernel = self.combine_kernel(expert_rows.dtype, top_k, out.dtype, accumulate)
+            parts = sizes.parts(tokens, torch.float32)
+            kernel = self._combine_kernel(expert_rows.dtype, top_k, out.dtype, accumulate, parts)
             source = (expert_rows.stride(0), slots, weights, 0, 0, 0)
             self._one_shot(kernel, out, (expert_rows, live_rows, out, 0, 0, 0, 0.0), source, tokens)
 
-    def combine_kernel(self, dtype: torch.dtype, top_k: int, out_dtype: torch.dtype, accumulate: bool) -> OneShot:
-        """Loaded, so that a later `combine` may be captured."""
+    def prepare_combine(self, dtype: torch.dtype, top_k: int, out_dtype: torch.dtype) -> None:
+        """Load kernels, so that a later `combine` may be captured."""
+        for parts in {self.sizes.parts(tokens, torch.float32) for tokens in range(1, self.sizes.combine_rows + 1)}:
+            for accumulate in (False, True):
+                _load(self._combine_kernel(dtype, top_k, out_dtype, accumulate, parts))
+
+    def _combine_kernel(
+        self, dtype: torch.dtype, top_k: int, out_dtype: torch.dtype, accumulate: bool, parts: int
+    ) -> OneShot:
         from rose_dist.kernels.cute.all_reduce_one_shot import OneShot  # noqa: PLC0415 - it loads the compiler
         from rose_dist.kernels.cute.moe_combine import VECTOR_BYTES, Combine  # noqa: PLC0415
 
         source = Combine(self._arch, top_k, self.sizes.hidden, dtype, out_dtype, None, False, VECTOR_BYTES)
-        kernel = OneShot(self._arch, self.sizes.ranks, self.sizes.hidden, out_dtype, source, False, accumulate)
-        _load(kernel)
-        return kernel
+        return OneShot(self._arch, self.sizes.ranks, self.sizes.hidden, out_dtype, source, False, accumulate, parts)
 
-    def _one_shot_kernel(self, norm: bool) -> OneShot:
+    def _one_shot_kernel(self, parts: int) -> OneShot:
         from rose_dist.kernels.cute.all_reduce_one_shot import OneShot  # noqa: PLC0415 - it loads the compiler
 
-        return OneShot(self._arch, self.sizes.ranks, self.sizes.hidden, self.sizes.dtype, None, norm)
+        return OneShot(self._arch, self.sizes.ranks, self.sizes.hidden, self.sizes.dtype, parts=parts)
+
+    def _norm_kernel(self) -> OneShot:
+        from rose_dist.kernels.cute.all_reduce_one_shot import OneShot  # noqa: PLC0415 - it loads the compiler
+
+        return OneShot(self._arch, self.sizes.ranks, self.sizes.hidden, self.sizes.dtype, norm=True)
 
     def _two_shot_kernel(self, dtype: torch.dtype) -> TwoShot:
         from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot  # noqa: PLC0415 - it loads the compiler
@@ -194,7 +222,7 @@ class AllReduce:
     def _one_shot(
         self, kernel: OneShot, on: Tensor, tensors: tuple[object, ...], source: tuple[object, ...], rows: int
     ) -> None:
-        blocks = min(rows, self.sizes.sms)
+        blocks = min(rows * kernel.parts, self.sizes.sms)
         launch.run(
             _load(kernel), on, *tensors, *source, *self._inboxes, self.sizes.source_bytes, *self._tail, rows, blocks
         )
@@ -204,9 +232,10 @@ class AllReduce:
         row_vectors = self.sizes.hidden * x.element_size() // 16
         share = -(-rows * row_vectors // self.sizes.ranks)
         blocks = max(1, min(self.sizes.sms, MAX_BLOCKS, -(-share // kernel.threads)))
+        rounds = max(1, min(MAX_ROUNDS, share * 16 // blocks // ROUND_BYTES))
         launch.run(
             _load(kernel), out, x, live_rows, out, row_vectors, *self._regions, self.sizes.slice_bytes, *self._tail,
-            rows, blocks,
+            rows, rounds, blocks,
         )  # fmt: skip
 
 

@@ -6,6 +6,8 @@ MAX_RANKS = 8
 """GPUs of one NVLink domain that exchange."""
 MAX_BLOCKS = 256
 """Blocks of a grid whose blocks meet their counterparts on other GPUs one by one."""
+MAX_ROUNDS = 4
+"""In which a block of a two-shot exchange takes its part."""
 PACKET_BYTES = 16
 PACKET_WORDS = 3
 """Data words of a packet; the fourth is its epoch."""
@@ -34,7 +36,7 @@ def inbox_bytes(ranks: int, source_bytes: int) -> int:
 
 def two_shot_bytes(ranks: int, slice_bytes: int) -> int:
     """Of one rank's region for two shots: inbox and outbox, and the flags of both stages."""
-    return 2 * ranks * slice_bytes + 2 * ranks * MAX_BLOCKS * 4
+    return 2 * ranks * slice_bytes + 2 * MAX_ROUNDS * ranks * MAX_BLOCKS * 4
 
 
 def multicast_bytes(size: int) -> int:

@@ -65,7 +65,7 @@ def test_a_suite_on_three_ranks(tmp_path: Path) -> None:
     pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}"]
     try:
         job = mpirun(3, *pytest_command, str(suite), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=REPOSITORY)
-        output = job.communicate(timeout=150)[0].decode()
+        output = job.communicate(timeout=300)[0].decode()
     finally:
         suite.unlink()
     assert job.returncode != 0

@@ -74,7 +74,7 @@ class Exchange:
 
 
 def peers_for(kernel: OneShot, **options: Any) -> Peers:
-    return Peers(kernel.ranks, ROWS * kernel.row_packets, **options)
+    return Peers(kernel.ranks, ROWS * kernel.parts * kernel.part_packets, **options)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -93,6 +93,16 @@ def test_ranks_and_dtypes(ranks: int, dtype: torch.dtype) -> None:
 def test_hidden_sizes(arch: str, hidden: int, norm: bool) -> None:
     kernel = OneShot(ARCHS[arch], 2, hidden, BF16, norm=norm)
     exchange = Exchange(peers_for(kernel), kernel, rows=3)
+    exchange.launch_all()
+    exchange.peers.run()
+    exchange.check()
+
+
+@pytest.mark.parametrize(("hidden", "parts"), [(48, 2), (104, 4), (2880, 8)])
+@pytest.mark.parametrize("blocks", [2, 7])
+def test_rows_in_parts(hidden: int, parts: int, blocks: int) -> None:
+    kernel = OneShot(HOPPER, 2, hidden, BF16, parts=parts)
+    exchange = Exchange(peers_for(kernel), kernel, live=ROWS - 1, blocks=blocks)
     exchange.launch_all()
     exchange.peers.run()
     exchange.check()
@@ -136,23 +146,24 @@ def test_no_value_looks_like_a_flag(name: str) -> None:
         assert torch.equal(out.nan_to_num().view(torch.int16), expected.nan_to_num().view(torch.int16))
 
 
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("norm", "parts"), [(False, 1), (False, 4), (True, 1)])
 @pytest.mark.parametrize(("hidden", "top_k"), [(64, 4), (2880, 2)])
-def test_combine_and_all_reduce_in_one_launch(hidden: int, top_k: int, norm: bool) -> None:
+def test_combine_and_all_reduce_in_one_launch(hidden: int, top_k: int, norm: bool, parts: int) -> None:
     experts = 6
-    kernel = OneShot(HOPPER, 2, hidden, BF16, Combine(HOPPER, top_k, hidden, BF16, BF16, BF16, False, 16), norm)
+    source = Combine(HOPPER, top_k, hidden, BF16, BF16, BF16, False, 16)
+    kernel = OneShot(HOPPER, 2, hidden, BF16, source, norm, parts=parts)
     peers = peers_for(kernel)
     exchange = Exchange(peers, kernel)
-    parts = []
+    summands = []
     for rank in range(2):
         results, weights = torch.randn(ROWS * top_k, hidden).to(BF16), torch.rand(ROWS, top_k)
         slots = torch.randperm(ROWS * top_k).view(ROWS, top_k).int()
         slots[torch.rand(slots.shape) < 0.4] = -1
         ids, bias = torch.randint(experts, slots.shape).int() + 3, torch.randn(experts, hidden).to(BF16)
-        parts.append(moe_combine.reference(results, slots, weights, ids - 3, bias))
+        summands.append(moe_combine.reference(results, slots, weights, ids - 3, bias))
         moved = [peers.tensor(t, rank) for t in (results, slots, weights, ids, bias)]
         exchange.launch(rank, moved[0], hidden, *moved[1:], 3)
-    exchange.x = parts
+    exchange.x = summands
     peers.run()
     exchange.check()
 

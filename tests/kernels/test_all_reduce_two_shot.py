@@ -28,9 +28,10 @@ class Exchange:
 
     def __init__(
         self, peers: Peers, kernel: TwoShot, rows: int, hidden: int = 64, blocks: int = 2, live: int | None = None,
-        in_place: bool = False,
+        in_place: bool = False, rounds: int = 1,
     ) -> None:  # fmt: skip
         self.peers, self.kernel, self.blocks, self.live = peers, kernel, blocks, rows if live is None else live
+        self.rounds = rounds
         self.x = peers.each(lambda _: torch.randn(rows, hidden).to(kernel.dtype))
         self.on_gpu = [peers.tensor(x, rank) for rank, x in enumerate(self.x)]
         self.outs = self.on_gpu
@@ -42,7 +43,7 @@ class Exchange:
         bound = peers.tensor(torch.tensor([self.live], dtype=torch.int32), rank)
         peers.launch(
             self.kernel, rank, self.on_gpu[rank], bound, self.outs[rank], hidden // self.kernel.count, *peers.addresses,
-            SLICE, peers.states[rank], peers.reports[rank], peers.limit, rank, rows, self.blocks,
+            SLICE, peers.states[rank], peers.reports[rank], peers.limit, rank, rows, self.rounds, self.blocks,
         )  # fmt: skip
 
     def launch_all(self) -> None:
@@ -64,14 +65,22 @@ def test_ranks_and_dtypes(arch: str, ranks: int, rows: int, dtype: torch.dtype) 
     assert exchange.right()
 
 
+@pytest.mark.parametrize(("ranks", "rows", "rounds"), [(2, 40, 2), (3, 33, 4), (2, 1, 4)])
+def test_rounds(ranks: int, rows: int, rounds: int) -> None:
+    exchange = Exchange(peers_for(ranks), TwoShot(HOPPER, ranks, BF16, threads=32), rows, rounds=rounds)
+    exchange.launch_all()
+    exchange.peers.run()
+    assert exchange.right()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_exchanges_back_to_back(seed: int) -> None:
     """Sizes and grids change, ranks run ahead of one another, some exchanges are in place."""
     peers, kernel = peers_for(2), TwoShot(HOPPER, 2, BF16, threads=32)
     exchanges = [
         Exchange(peers, kernel, 9), Exchange(peers, kernel, 1, blocks=3), Exchange(peers, kernel, 9, live=0),
-        Exchange(peers, kernel, 12, blocks=1, in_place=True), Exchange(peers, kernel, 9, live=4),
-        Exchange(peers, kernel, 3),
+        Exchange(peers, kernel, 12, blocks=1, in_place=True), Exchange(peers, kernel, 40, rounds=3),
+        Exchange(peers, kernel, 9, live=4, rounds=4), Exchange(peers, kernel, 3),
     ]  # fmt: skip
     for exchange in exchanges:
         exchange.launch_all()
@@ -83,10 +92,11 @@ def test_exchanges_back_to_back(seed: int) -> None:
     "weaken",
     [("st.release.sys", "st.relaxed.sys"), ("ld.acquire.sys", "ld.relaxed.sys"), ("st.release.sys", "st.release.gpu")],
 )
-def test_a_weakened_flag_is_caught(weaken: tuple[str, str]) -> None:
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_weakened_flag_is_caught(weaken: tuple[str, str], rounds: int) -> None:
     peers = peers_for(2)
     peers.weaken = weaken
-    exchange = Exchange(peers, TwoShot(HOPPER, 2, BF16, threads=32), 9)
+    exchange = Exchange(peers, TwoShot(HOPPER, 2, BF16, threads=32), 40, rounds=rounds)
     exchange.launch_all()
     with pytest.raises(PtxError):
         peers.run()

@@ -33,8 +33,7 @@ class TensorParallel(Local):
                 raise ValueError("experts spread over GPUs need an all-reduce for their sums")
             if all_reduce.sizes.hidden != config.hidden or all_reduce.sizes.max_rows < config.max_tokens:
                 raise ValueError(f"the all-reduce is for {all_reduce.sizes}, which does not fit {config}")
-            for accumulate in (False, True) if all_reduce.sizes.combine_rows else ():
-                all_reduce.combine_kernel(config.expert_dtype, config.top_k, config.expert_dtype, accumulate)
+            all_reduce.prepare_combine(config.expert_dtype, config.top_k, config.expert_dtype)
 
     def reduce(self, handle: LocalHandle) -> torch.Tensor:
         total = super().reduce(handle)

@@ -33,11 +33,12 @@ from rose_dist.kernels.variants import MAX_THREADS, WARP
 
 @dataclass(frozen=True)
 class OneShot(jit.Kernel):
-    """A block takes a row at a time; the grid must be co-resident.
+    """A block takes a part of a row at a time; the grid must be co-resident.
 
     dtype: of x, out, residual and weight: bf16 or fp32. combine: where rows come from, if not from x; what travels is
     then fp32. norm: add the residual, and write its sum and the sum's RMS norm. accumulate: add what stands in out to
-    the sum before it is rounded; not with `norm`.
+    the sum before it is rounded; not with `norm`. parts: that a row is cut into, so that few rows occupy many blocks; 1
+    with `norm`.
     """
 
     ranks: int
@@ -46,6 +47,7 @@ class OneShot(jit.Kernel):
     combine: Combine | None = None
     norm: bool = False
     accumulate: bool = False
+    parts: int = 1
 
     @property
     def wire(self) -> torch.dtype:
@@ -58,25 +60,30 @@ class OneShot(jit.Kernel):
         return 4 // self.wire.itemsize
 
     @property
-    def words(self) -> int:
-        """Of a row on its way."""
-        return self.hidden // self.each
+    def width(self) -> int:
+        """Elements of a part."""
+        return self.hidden // self.parts
 
     @property
-    def row_packets(self) -> int:
-        """Of a row."""
+    def words(self) -> int:
+        """Of a part on its way."""
+        return self.width // self.each
+
+    @property
+    def part_packets(self) -> int:
+        """Of a part."""
         return peer_regions.packets(self.words)
 
     @property
     def threads(self) -> int:
         """Of a block."""
         most = MAX_THREADS if self.ranks <= 4 else MAX_THREADS // 2  # a packet of every rank is in registers
-        return min(most, -(-self.row_packets // WARP) * WARP)
+        return min(most, -(-self.part_packets // WARP) * WARP)
 
     @property
     def turns(self) -> int:
-        """Packets a thread takes of a row."""
-        return -(-self.row_packets // self.threads)
+        """Packets a thread takes of a part."""
+        return -(-self.part_packets // self.threads)
 
     @cute.jit
     def __call__(
@@ -108,87 +115,100 @@ class OneShot(jit.Kernel):
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         peers = [peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7][: self.ranks]
         staged = cute.make_tensor(
-            cute.arch.alloc_smem(Float32, self.hidden if self.combine else 1, alignment=16),
-            cute.make_layout(self.hidden),
+            cute.arch.alloc_smem(Float32, self.width if self.combine else 1, alignment=16),
+            cute.make_layout(self.width),
         )
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        live = vector.live_rows(live_rows, rows)
+        live = vector.live_rows(live_rows, rows) * self.parts
         epoch = packets.current_epoch(state)
         half = Int64(epoch & Uint32(1)) * self.ranks * source_bytes
-        for row in range(block, live, blocks):
+        for part in range(block, live, blocks):
             if const_expr(self.combine is not None):
-                self.stage(row, x, row_stride, slots, weights, ids, bias, first_expert, staged)
-            self.push(row, x, staged, peers, half + rank * source_bytes, epoch)
+                self.stage(part, x, row_stride, slots, weights, ids, bias, first_expert, staged)
+            self.push(part, x, staged, peers, half + rank * source_bytes, epoch)
             if const_expr(self.combine is not None):
                 cute.arch.sync_threads()
         inbox = peers[0]
         for other in range_constexpr(1, self.ranks):
             inbox = Int64(vector.select(rank == other, peers[other], inbox))
         alive = Boolean(True)
-        for row in range(block, live, blocks):
+        for part in range(block, live, blocks):
             alive = self.finish(
-                row, inbox + half, source_bytes, epoch, alive, limit_ns, report, rank, out, residual, total, weight, eps
+                part,
+                inbox + half,
+                source_bytes,
+                epoch,
+                alive,
+                limit_ns,
+                report,
+                rank,
+                out,
+                residual,
+                total,
+                weight,
+                eps,
             )
         packets.finish_epoch(state, block == 0, blocks, live > 0)
 
     @cute.jit
     def stage(
-        self, row: Int32, x: Int64, row_stride: Int64, slots: Int64, weights: Int64, ids: Int64, bias: Int64,
+        self, part: Int32, x: Int64, row_stride: Int64, slots: Int64, weights: Int64, ids: Int64, bias: Int64,
         first_expert: Int32, staged: cute.Tensor,
     ) -> None:  # fmt: skip
-        """This rank's part of a token's combine, to shared memory."""
+        """What this rank's experts give for a part of a token's row, to shared memory."""
         combine: Any = self.combine
-        places = Int64(row) * (combine.top_k * 4)
-        for at in range(cute.arch.thread_idx()[0], combine.vectors, self.threads):
+        places = Int64(part // self.parts) * (combine.top_k * 4)
+        first = (part % self.parts) * self.width
+        for at in range(cute.arch.thread_idx()[0], combine.vectors // self.parts, self.threads):
             column = at * combine.count
             summed = combine.sum(
-                x, row_stride, slots + places, weights + places, ids + places, bias, first_expert, column
+                x, row_stride, slots + places, weights + places, ids + places, bias, first_expert, first + column
             )
             for i in range_constexpr(combine.count):
                 staged[column + i] = summed[i]
         cute.arch.sync_threads()
 
     @cute.jit
-    def push(self, row: Int32, x: Int64, staged: cute.Tensor, peers: list[Any], offset: Int64, epoch: Uint32) -> None:
-        """A row into every inbox."""
+    def push(self, part: Int32, x: Int64, staged: cute.Tensor, peers: list[Any], offset: Int64, epoch: Uint32) -> None:
+        """A part into every inbox."""
         for turn in range_constexpr(self.turns):
             packet = cute.arch.thread_idx()[0] + turn * self.threads
-            if packet < self.row_packets:
-                words = [self.word(row, x, staged, self.place(packet, i)) for i in range(PACKET_WORDS)]
-                at = offset + (Int64(row) * self.row_packets + packet) * PACKET_BYTES
+            if packet < self.part_packets:
+                words = [self.word(part, x, staged, self.place(packet, i)) for i in range(PACKET_WORDS)]
+                at = offset + (Int64(part) * self.part_packets + packet) * PACKET_BYTES
                 packets.send(peers, at, words, epoch)
 
     def place(self, packet: Any, i: Any) -> Any:
-        """A packet's word number `i`, counted in the row; the row's last word in place of any beyond it."""
+        """A packet's word number `i`, counted in the part; the part's last word in place of any beyond it."""
         at = packet * PACKET_WORDS + i
         return at if self.words % PACKET_WORDS == 0 else vector.min_of(at, Int32(self.words - 1))
 
-    def word(self, row: Any, x: Any, staged: Any, at: Any) -> Any:
+    def word(self, part: Any, x: Any, staged: Any, at: Any) -> Any:
         if self.combine is not None:
             return ptx.bits(staged[at])
-        return vector.scalar(x + (Int64(row) * self.words + at) * 4, Uint32)[0]
+        return vector.scalar(x + (Int64(part) * self.words + at) * 4, Uint32)[0]
 
     @cute.jit
     def finish(
-        self, row: Int32, inbox: Int64, source_bytes: Int64, epoch: Uint32, alive: Boolean, limit_ns: Int64,
+        self, part: Int32, inbox: Int64, source_bytes: Int64, epoch: Uint32, alive: Boolean, limit_ns: Int64,
         report: Int64, rank: Int32, out: Int64, residual: Int64, total: Int64, weight: Int64, eps: Float32,
     ) -> Boolean:  # fmt: skip
-        """Wait for a row's packets, add them up and write the result."""
+        """Wait for a part's packets, add them up and write the result."""
         sums = []
         for turn in range_constexpr(self.turns):
-            packet = vector.min_of(cute.arch.thread_idx()[0] + turn * self.threads, Int32(self.row_packets - 1))
+            packet = vector.min_of(cute.arch.thread_idx()[0] + turn * self.threads, Int32(self.part_packets - 1))
             received = cute.make_rmem_tensor(4 * self.ranks, Uint32)
-            at = inbox + (Int64(row) * self.row_packets + packet) * PACKET_BYTES
+            at = inbox + (Int64(part) * self.part_packets + packet) * PACKET_BYTES
             alive = packets.receive(
                 at, source_bytes, self.ranks, epoch, received, alive, limit_ns, report, rank, ONE_SHOT_STAGE
             )
             for i in range_constexpr(PACKET_WORDS):
                 sums.append(self.add(received, i))
         if const_expr(self.norm):
-            self.write_norm(row, sums, out, residual, total, weight, eps)
+            self.write_norm(part, sums, out, residual, total, weight, eps)
         else:
-            self.write(row, sums, out)
+            self.write(part, sums, out)
         return alive
 
     def add(self, received: Any, word: Any) -> Any:
@@ -200,40 +220,40 @@ class OneShot(jit.Kernel):
         return total
 
     def mine(self, turn: Any, i: Any) -> Any:
-        """This thread's word `i` of `turn`: its number in the row, and whether there is such a word."""
+        """This thread's word `i` of `turn`: its number in the part, and whether there is such a word."""
         packet = cute.arch.thread_idx()[0] + turn * self.threads
         at = packet * PACKET_WORDS + i
-        return at, Boolean((packet < self.row_packets) & (at < self.words))
+        return at, Boolean((packet < self.part_packets) & (at < self.words))
 
     def every_word(self) -> Any:
         return [(turn, i) for turn in range(self.turns) for i in range(PACKET_WORDS)]
 
     @cute.jit
-    def write(self, row: Int32, sums: list[Any], out: Int64) -> None:
+    def write(self, part: Int32, sums: list[Any], out: Int64) -> None:
         """The rounded sums."""
         for number, (turn, i) in enumerate(self.every_word()):
             at, valid = self.mine(turn, i)
             if const_expr(self.accumulate):
-                self.put_added(valid, out, row, at, sums[number])
+                self.put_added(valid, out, part, at, sums[number])
             else:
-                self.put(valid, out, row, at, sums[number])
+                self.put(valid, out, part, at, sums[number])
 
-    def put(self, valid: Any, target: Any, row: Any, at: Any, values: Any) -> Any:
+    def put(self, valid: Any, target: Any, part: Any, at: Any, values: Any) -> Any:
         """The elements of one word, rounded to `dtype`."""
         size = self.each * self.dtype.itemsize
-        address = target + (Int64(row) * self.words + at) * size
+        address = target + (Int64(part) * self.words + at) * size
         vector.store_scalars_if(valid, address, values, TYPES[self.dtype], size)
 
     @cute.jit
-    def put_added(self, valid: Boolean, target: Int64, row: Int32, at: Int32, values: list[Any]) -> None:
+    def put_added(self, valid: Boolean, target: Int64, part: Int32, at: Int32, values: list[Any]) -> None:
         """`put` of the sum with what stands there."""
         if valid:
-            before = self.read(target, Int64(row) * self.words + at)
-            self.put(valid, target, row, at, [a + b for a, b in zip(before, values, strict=True)])
+            before = self.read(target, Int64(part) * self.words + at)
+            self.put(valid, target, part, at, [a + b for a, b in zip(before, values, strict=True)])
 
     @cute.jit
     def write_norm(
-        self, row: Int32, sums: list[Any], out: Int64, residual: Int64, total: Int64, weight: Int64, eps: Float32
+        self, part: Int32, sums: list[Any], out: Int64, residual: Int64, total: Int64, weight: Int64, eps: Float32
     ) -> None:
         """The rounded sums plus the residual, rounded, to `total`; their RMS norm times the weight to `out`."""
         kind, words = TYPES[self.dtype], self.every_word()
@@ -241,7 +261,7 @@ class OneShot(jit.Kernel):
         for number, (turn, i) in enumerate(words):
             at, valid = self.mine(turn, i)
             inside = vector.min_of(at, Int32(self.words - 1))
-            before = self.read(residual, Int64(row) * self.words + inside)
+            before = self.read(residual, Int64(part) * self.words + inside)
             scales.append(self.read(weight, Int64(inside)))
             new = [
                 Float32((Float32(Float32(a).to(kind)) + b).to(kind)) for a, b in zip(sums[number], before, strict=True)
@@ -253,9 +273,9 @@ class OneShot(jit.Kernel):
         factor = cute.math.rsqrt(mean + eps)
         for number, (turn, i) in enumerate(words):
             at, valid = self.mine(turn, i)
-            self.put(valid, total, row, at, added[number])
+            self.put(valid, total, part, at, added[number])
             normed = [value * factor * scale for value, scale in zip(added[number], scales[number], strict=True)]
-            self.put(valid, out, row, at, normed)
+            self.put(valid, out, part, at, normed)
         cute.arch.sync_threads()  # the next row's sum uses the same shared memory
 
     def read(self, source: Any, at: Any) -> Any:

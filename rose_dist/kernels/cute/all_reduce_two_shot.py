@@ -1,14 +1,15 @@
 """All-reduce of larger tensors over NVLink in one launch: every rank adds up its slice, and hands the sums round.
 
 Everyone pushes each slice to its owner; the owner adds up in rank order in fp32, rounds once, and pushes the result to
-everyone. Block b of one rank deals with block b of the others only, so there is no barrier over the grid.
+everyone. Block b of one rank deals with block b of the others only, so there is no barrier over the grid. A block takes
+its part of a slice in rounds: the next round's data are on the link while it adds this one's and takes the last one's.
 
 Region, in every rank's symmetric memory: inbox [ranks, slice_bytes] of slices to be added, outbox [ranks, slice_bytes]
-of sums, then flags u32 [2 stages, ranks, MAX_BLOCKS], which must be 0 before the first exchange
+of sums, then flags u32 [2 stages, MAX_ROUNDS, ranks, MAX_BLOCKS], which must be 0 before the first exchange
 (`peer_regions.two_shot_bytes`).
-Flag [stage][source][block]: written by thread `destination` of that block of rank `source` (release, system scope) with
-the epoch, once the block has pushed its part of the slice; read by the same thread number of the same block of the
-owner of the memory (acquire). It publishes that part. Flags only grow; epoch: see `packets`.
+Flag [stage][round][source][block]: written by thread `destination` of that block of rank `source` (release, system
+scope) with the epoch, once the block has pushed the round's piece; read by the same thread number of the same block of
+the owner of the memory (acquire). It publishes that piece. Flags only grow; epoch: see `packets`.
 Reuse: when a rank has finished an exchange, each of its blocks has waited for the sums of every peer's same block, so
 every peer has read its inbox. And it pushes sums only after every peer has begun the same exchange, so has read its
 outbox of the one before.
@@ -24,7 +25,7 @@ import torch
 from rose_dist.kernels import jit, ptx, sync, vector
 from rose_dist.kernels.cute import packets
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, cute, cutlass, range_constexpr
-from rose_dist.kernels.peer_regions import ADD_STAGE, MAX_BLOCKS, TAKE_STAGE
+from rose_dist.kernels.peer_regions import ADD_STAGE, MAX_BLOCKS, MAX_ROUNDS, TAKE_STAGE
 
 UNROLL = 4
 VECTOR_BYTES = 16
@@ -32,7 +33,9 @@ VECTOR_BYTES = 16
 
 @dataclass(frozen=True)
 class TwoShot(jit.Kernel):
-    """The grid must be co-resident and of one size on all ranks, at most `MAX_BLOCKS`. dtype: bf16 or fp32."""
+    """The grid must be co-resident and of one size on all ranks, at most `MAX_BLOCKS`, and so must be the rounds, at
+    most `MAX_ROUNDS`. dtype: bf16 or fp32.
+    """
 
     ranks: int
     dtype: torch.dtype
@@ -47,15 +50,15 @@ class TwoShot(jit.Kernel):
     def __call__(
         self, x: Int64, live_rows: Int64, out: Int64, row_vectors: Int32,
         peer0: Int64, peer1: Int64, peer2: Int64, peer3: Int64, peer4: Int64, peer5: Int64, peer6: Int64, peer7: Int64,
-        slice_bytes: Int64, state: Int64, report: Int64, limit_ns: Int64, rank: Int32, rows: Int32, blocks: Int32,
-        stream: Stream,
+        slice_bytes: Int64, state: Int64, report: Int64, limit_ns: Int64, rank: Int32, rows: Int32, rounds: Int32,
+        blocks: Int32, stream: Stream,
     ) -> None:  # fmt: skip
         """Addresses: x and out [rows, row_vectors · 16 bytes], which may be the same; live_rows int32 [1] or 0. peer0 …
         are the ranks' regions, this rank's among them.
         """
         self.kernel(
             x, live_rows, out, row_vectors, peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7, slice_bytes, state,
-            report, limit_ns, rank, rows,
+            report, limit_ns, rank, rows, rounds,
         ).launch(
             grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1
         )  # fmt: skip
@@ -64,7 +67,7 @@ class TwoShot(jit.Kernel):
     def kernel(
         self, x: Int64, live_rows: Int64, out: Int64, row_vectors: Int32,
         peer0: Int64, peer1: Int64, peer2: Int64, peer3: Int64, peer4: Int64, peer5: Int64, peer6: Int64, peer7: Int64,
-        slice_bytes: Int64, state: Int64, report: Int64, limit_ns: Int64, rank: Int32, rows: Int32,
+        slice_bytes: Int64, state: Int64, report: Int64, limit_ns: Int64, rank: Int32, rows: Int32, rounds: Int32,
     ) -> None:  # fmt: skip
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         peers = [peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7][: self.ranks]
@@ -77,8 +80,8 @@ class TwoShot(jit.Kernel):
         vectors = live * row_vectors
         share = (vectors + (self.ranks - 1)) // self.ranks
         part = (share + (blocks - 1)) // blocks
-        begin = block * part + cute.arch.thread_idx()[0]
-        end = vector.min_of((block + 1) * part, share)
+        piece = (part + (rounds - 1)) // rounds
+        first, last = block * part, vector.min_of((block + 1) * part, share)
         outbox = self.ranks * slice_bytes
         flags = 2 * outbox + Int64(block) * 4
         own = peers[0]
@@ -86,12 +89,30 @@ class TwoShot(jit.Kernel):
             own = Int64(vector.select(rank == other, peers[other], own))
         if cute.arch.thread_idx()[0] == 0:
             passed[0] = Int32(1)
-        self.push(x, peers, rank * slice_bytes, share, vectors, begin, end, rank)
-        self.meet(peers, own, flags, epoch, passed, limit_ns, report, rank, ADD_STAGE)
-        self.add(x, out, own, slice_bytes, peers, outbox + rank * slice_bytes, share, vectors, begin, end, rank)
-        self.meet(peers, own, flags + self.ranks * MAX_BLOCKS * 4, epoch, passed, limit_ns, report, rank, TAKE_STAGE)
-        self.take(out, own + outbox, slice_bytes, share, vectors, begin, end, rank)
+        for now in range(rounds + 2):
+            if now < rounds:
+                begin, end = self.bounds(first, last, piece, now)
+                self.push(x, peers, rank * slice_bytes, share, vectors, begin, end, rank)
+                self.publish(peers, flags, 0, now, epoch, rank)
+            if (now > 0) & (now <= rounds):
+                begin, end = self.bounds(first, last, piece, now - 1)
+                self.wait(own, flags, 0, now - 1, epoch, passed, limit_ns, report, rank)
+                self.add(x, out, own, slice_bytes, peers, outbox + rank * slice_bytes, share, vectors, begin, end, rank)
+                self.publish(peers, flags, 1, now - 1, epoch, rank)
+            if now > 1:
+                begin, end = self.bounds(first, last, piece, now - 2)
+                self.wait(own, flags, 1, now - 2, epoch, passed, limit_ns, report, rank)
+                self.take(out, own + outbox, slice_bytes, share, vectors, begin, end, rank)
         packets.finish_epoch(state, block == 0, blocks, Boolean(True))
+
+    def bounds(self, first: Any, last: Any, piece: Any, now: Any) -> Any:
+        """This thread's first vector of a round's piece, and the piece's end."""
+        begin = first + now * piece
+        return begin + cute.arch.thread_idx()[0], vector.min_of(begin + piece, last)
+
+    def flag(self, flags: Any, stage: Any, now: Any, source: Any) -> Any:
+        """Where a flag is in a region."""
+        return flags + Int64((stage * MAX_ROUNDS + now) * self.ranks + source) * (MAX_BLOCKS * 4)
 
     @cute.jit
     def push(
@@ -114,19 +135,28 @@ class TwoShot(jit.Kernel):
                     ptx.store_16b(peers[owner] + offset + Int64(at) * VECTOR_BYTES, words)
 
     @cute.jit
-    def meet(
-        self, peers: list[Any], own: Int64, flags: Int64, epoch: Uint32, passed: cute.Tensor, limit_ns: Int64,
-        report: Int64, rank: Int32, stage: cutlass.Constexpr,
-    ) -> None:  # fmt: skip
-        """This block's writes to everyone's same block, and theirs to this one. After a wait that expired, none."""
+    def publish(
+        self, peers: list[Any], flags: Int64, stage: cutlass.Constexpr, now: Int32, epoch: Uint32, rank: Int32
+    ) -> None:
+        """This block's writes of a round, to everyone's same block."""
         cute.arch.sync_threads()
         for peer in range_constexpr(self.ranks):
             if (cute.arch.thread_idx()[0] == peer) & (rank != peer):
-                ptx.store_release(peers[peer] + flags + Int64(rank) * (MAX_BLOCKS * 4), epoch, "sys")
+                ptx.store_release(peers[peer] + self.flag(flags, stage, now, rank), epoch, "sys")
+
+    @cute.jit
+    def wait(
+        self, own: Int64, flags: Int64, stage: cutlass.Constexpr, now: Int32, epoch: Uint32, passed: cute.Tensor,
+        limit_ns: Int64, report: Int64, rank: Int32,
+    ) -> None:  # fmt: skip
+        """For the round's writes of everyone's same block. After a wait that expired, for none."""
+        for peer in range_constexpr(self.ranks):
+            if (cute.arch.thread_idx()[0] == peer) & (rank != peer):
                 if passed[0] != 0:
                     there = sync.wait(
-                        own + flags + peer * MAX_BLOCKS * 4, epoch, "sys", limit_ns, report, rank, Int32(peer), stage
-                    )
+                        own + self.flag(flags, stage, now, peer), epoch, "sys", limit_ns, report, rank, Int32(peer),
+                        (ADD_STAGE, TAKE_STAGE)[stage],
+                    )  # fmt: skip
                     if not there:
                         passed[0] = Int32(0)
         cute.arch.sync_threads()
