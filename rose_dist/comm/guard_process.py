@@ -170,7 +170,7 @@ class Guard:
                 self.send(leave=True)
                 self.done = True
             else:
-                self.fail(f"{self.who}: the process is gone; it was killed, or crashed")
+                self.fail_gone()
             return
         *orders, self.pending = (self.pending + received).split(b"\n")
         for order in map(json.loads, orders):
@@ -200,7 +200,9 @@ class Guard:
         self.drop(link)
         if not link.who or self.leaving or self.end_at is not None:
             return
-        if self.listener is not None:
+        if state_of(self.process)[0] in "ZX":
+            self.fail_gone()  # the launcher was faster than the kernel, which has its memory to give back first
+        elif self.listener is not None:
             self.fail(f"{link.who}: {why}", wait=wait)
         else:
             turn = time.monotonic() + TURN * min(self.rank - 1, 3)
@@ -256,6 +258,9 @@ class Guard:
                 self.stopped_since.pop(process, None)
             elif now - self.stopped_since.setdefault(process, now) > STOPPED:
                 self.fail(f"{self.who}: {what}stopped for {STOPPED:g} s, as by SIGSTOP")
+
+    def fail_gone(self) -> None:
+        self.fail(f"{self.who}: the process is gone; it was killed, or crashed")
 
     def fail(self, message: str, stacks: bool = False, wait: float = 0.0) -> None:
         """Something is wrong with a rank; `message` says with which and what. `stacks`: show what every rank does.
