@@ -474,7 +474,12 @@ def main() -> None:
             make = Slurm if FAULTS[name].slurm_only else chooser.choice(makes)
             place = disk / str(number)
             place.mkdir()
-            line = run_one(name, chooser.randrange(2), make, cluster, options.model.resolve(), place)
+            rank = chooser.randrange(2)
+            try:
+                line = run_one(name, rank, make, cluster, options.model.resolve(), place)
+            except AssertionError as error:
+                wait_until_clean(cluster)
+                line = f"| {name} | {rank} | {make.__name__} | | | | | | {str(error)[:200]!r} | FAILED: no start |"
             good += line.endswith("| ok |")
             print(line, flush=True)
     print(f"\n{good} of {options.faults} as they should be")
