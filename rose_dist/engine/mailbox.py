@@ -21,6 +21,7 @@ class Mailbox:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str) -> None:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.sndhwm = self.socket.rcvhwm = 0  # tokens are never dropped
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a frontend that connects anew is the same one
         port = self.socket.bind_to_random_port(f"tcp://{host}")
         self.address = f"tcp://{host}:{port}"
         self.stopping = False
@@ -51,6 +52,7 @@ class Mailbox:
                 engine.cancel(client, request_id)
             case Hello():
                 self._clients.add(client)
+                engine.scheduler.cancel_all(client)
                 self.socket.send_multipart([client, self._encoder.encode(engine.ready())])
             case Shutdown():
                 self._clients.discard(client)

@@ -66,7 +66,9 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """A frontend's first message; the leader answers `Ready` once the model is loaded."""
+    """A frontend's first message on a connection; the leader answers `Ready` once the model is loaded. After a lost
+    connection it voids what the frontend had asked for before.
+    """
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):

@@ -102,6 +102,13 @@ class Scheduler:
                     return request
         return None
 
+    def cancel_all(self, client: bytes) -> None:
+        """Forget all requests of a client."""
+        for queue in (self.running, self.waiting):
+            for request in [request for request in queue if request.client == client]:
+                self.kv.free(request)
+                queue.remove(request)
+
     @property
     def has_work(self) -> bool:
         """Whether there is anything to step for."""

@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from rose_dist.engine.protocol import EngineStats
-from rose_dist.frontend.engine_client import Leader
+from rose_dist.frontend.engine_client import EngineClient
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320)
 _FAST_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 1, 2, 5)
@@ -76,19 +76,20 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 class Metrics(Collector):
     """What one frontend process counted, and the gauges of its leaders."""
 
-    def __init__(self, model: str, leaders: list[Leader], shared: Path | None = None) -> None:
+    def __init__(self, model: str, client: EngineClient, shared: Path | None = None) -> None:
         """
         Args:
             shared: directory in which the other frontends of the server leave their counts.
         """
         self._model = model
-        self._leaders = leaders
+        self._client = client
         self._shared = shared
         self._own_file = shared and shared / f"metrics-{os.getpid()}"
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.finished: Counter[str] = Counter()
-        """Choices by finish reason; `abort` where the client left, `error` where the engine failed."""
+        """Choices by finish reason; `abort` where the client left, `error` where the engine failed, `lost` where the
+        replica did; some of these were asked for again and count once more."""
         self.http: Counter[tuple[str, str, int]] = Counter()
         """HTTP requests by (method, route, status)."""
         self.time_to_first_token = Histogram("time_to_first_token_seconds", "Arrival to first token", _SECONDS)
@@ -162,14 +163,18 @@ class Metrics(Collector):
         labels = ["model_name", "leader"]
         for kind, name, documentation, read in _ENGINE:
             family = kind(f"rose:{name}", documentation, labels=labels)
-            for rank, leader in enumerate(self._leaders):
-                family.add_metric([self._model, str(rank)], read(leader.stats))
+            for number, _, leader in self._client.numbered():
+                family.add_metric([self._model, str(number)], read(leader.stats))
             yield family
         info = GaugeMetricFamily("rose:engine_info", "Always 1; what the engine is", labels=[*labels, "layout"])
-        for rank, leader in enumerate(self._leaders):
+        for number, _, leader in self._client.numbered():
             if leader.ready is not None:
-                info.add_metric([self._model, str(rank), leader.ready.layout], 1)
+                info.add_metric([self._model, str(number), leader.ready.layout], 1)
         yield info
+        up = GaugeMetricFamily("rose:replica_up", "1 for a replica that takes requests", labels=["replica"])
+        for replica in self._client.replicas:
+            up.add_metric([str(replica.number)], float(replica.ready))
+        yield up
 
 
 def _kv_usage(stats: EngineStats) -> float:

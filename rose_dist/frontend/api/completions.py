@@ -40,10 +40,13 @@ class Completions:
         prompts = request.prompts()
         service.choices_within_limit(len(prompts) * request.choices)
         encoded = await service.beside_the_loop(len(body), self._encode_all, request, prompts)
-        exchange = self._start(scope, request, encoded)
         heads = [self._head(request, prompt) for prompt in prompts for _ in range(request.choices)]
-        answer = CompletionAnswer(service, request, exchange, heads)
-        await respond(exchange, answer, scope, receive, send, stream=bool(request.stream))
+
+        async def start() -> tuple[Exchange, CompletionAnswer]:
+            exchange = self._start(scope, request, encoded)
+            return exchange, CompletionAnswer(service, request, exchange, heads)
+
+        await respond(start, scope, receive, send, stream=bool(request.stream))
 
     def _encode_all(self, request: CompletionRequest, prompts: list[str | list[int]]) -> list[list[int]]:
         return [self._encode(request, prompt) for prompt in prompts]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -15,7 +15,7 @@ from rose_dist.frontend.api.http import EVENT_STREAM_HEADERS, JsonResponse
 from rose_dist.frontend.api.service import Service
 from rose_dist.frontend.choice import Choice, merged
 from rose_dist.frontend.connection import Connection
-from rose_dist.frontend.errors import ApiError, ClientGoneError
+from rose_dist.frontend.errors import ApiError, ClientGoneError, ReplicaLostError
 from rose_dist.frontend.formats.base import Delta
 from rose_dist.frontend.schema.common import Usage
 from rose_dist.frontend.schema.sampling import GenerationFields
@@ -151,7 +151,7 @@ class Exchange:
         self._generation.close()
         metrics = self._service.metrics
         if self._open and error is not None:
-            metrics.finished["error" if isinstance(error, ApiError) else "abort"] += self._open
+            metrics.finished[_outcome(error)] += self._open
         prompt_tokens = sum(self._prompts.values())
         metrics.prompt_tokens += prompt_tokens
         metrics.request_prompt_tokens.observe(prompt_tokens)
@@ -187,25 +187,54 @@ class Exchange:
                 metrics.per_output_token.observe((now - first) / (choice.completion_tokens - 1))
 
 
+def _outcome(error: BaseException) -> str:
+    if isinstance(error, ReplicaLostError):
+        return "lost"
+    return "error" if isinstance(error, ApiError) else "abort"
+
+
 async def respond(
+    start: Callable[[], Awaitable[tuple[Exchange, Answer]]], scope: Scope, receive: Receive, send: Send, *, stream: bool
+) -> None:
+    """Start an exchange, answer and close. If the replica is lost before the client has got any of the output, start
+    it once more: not oftener, since a request that brings down replicas must not bring down all.
+    """
+    try:
+        await _respond(*await start(), scope, receive, send, stream=stream)
+    except _NothingSentError:
+        await _respond(*await start(), scope, receive, send, stream=stream)
+
+
+class _NothingSentError(ReplicaLostError):
+    """The client has got nothing yet."""
+
+
+async def _respond(
     exchange: Exchange, answer: Answer, scope: Scope, receive: Receive, send: Send, *, stream: bool
 ) -> None:
-    """Answer and close. The status waits for the engine's first output, which may be a refusal."""
+    """The status waits for the engine's first output, which may be a refusal."""
     try:
         if stream:
-            first = b"".join(answer.begin() + answer.events(await exchange.step()))
+            first = b"".join(answer.begin() + answer.events(await _or_nothing_sent(exchange.step())))
             await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
             await send({"type": "http.response.body", "body": first, "more_body": True})
             last = await _Stream(exchange, answer, Connection.of(scope)).run()
             await send({"type": "http.response.body", "body": last})
         else:
             while not exchange.ended:
-                answer.add(await exchange.step())
+                answer.add(await _or_nothing_sent(exchange.step()))
             await JsonResponse(answer.whole())(scope, receive, send)
     except BaseException as error:
         exchange.close(error)
         raise
     exchange.close()
+
+
+async def _or_nothing_sent(step: Awaitable[Step]) -> Step:
+    try:
+        return await step
+    except ReplicaLostError as error:
+        raise _NothingSentError from error
 
 
 class _Stream:
