@@ -30,12 +30,13 @@ def load(folder: Path) -> None:
 
     from rose_dist.comm.layout import Layout  # noqa: PLC0415
     from rose_dist.comm.world import World  # noqa: PLC0415
+    from rose_dist.models.build_options import BuildOptions  # noqa: PLC0415
     from rose_dist.models.loader import load_model  # noqa: PLC0415
 
     with World.join() as world:
         groups = world.groups(Layout.of(world.size))
         before = peak()
-        model = load_model(folder, groups, max_tokens=512, dtype=torch.bfloat16)
+        model = load_model(folder, BuildOptions(groups, 512, torch.bfloat16))
         share = sum(parameter.nbytes for parameter in model.parameters())
         for figures in world.group.all_gather_objects(
             {"rank": world.rank, "share": share, "before": before, "peak": peak()}

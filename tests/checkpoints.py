@@ -19,8 +19,8 @@ YARN = {
 }
 
 
-def write_tiny(folder: Path, seed: int = 0) -> Path:
-    """fp32, 4 layers, 8 query and 4 key heads, 8 experts of which 3 are chosen; window 128 as in the real models."""
+def write_tiny(folder: Path, seed: int = 0, head_dim: int = 16, dtype: torch.dtype = torch.float32) -> Path:
+    """4 layers, 8 query and 4 key heads, 8 experts of which 3 are chosen; window 128 as in the real models."""
     config = GptOssConfig(
         vocab_size=500,
         hidden_size=64,
@@ -28,7 +28,7 @@ def write_tiny(folder: Path, seed: int = 0) -> Path:
         num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=4,
-        head_dim=16,
+        head_dim=head_dim,
         num_local_experts=8,
         num_experts_per_tok=3,
         sliding_window=128,
@@ -45,7 +45,7 @@ def write_tiny(folder: Path, seed: int = 0) -> Path:
         if "norm" not in name:
             # Large enough that neighbouring tokens and wrong experts make a difference.
             torch.nn.init.normal_(weight, std=0.15 if weight.dim() > 1 and "bias" not in name else 0.5)
-    model.save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)
     return folder
 
 

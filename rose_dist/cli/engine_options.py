@@ -17,8 +17,10 @@ import click
 from rose_dist.cli.progress import LoadProgress
 
 if TYPE_CHECKING:
+    import torch
+
     from rose_dist.comm.world import Groups, World
-    from rose_dist.engine.config import DType, EngineConfig
+    from rose_dist.engine.config import DType, EngineConfig, LoadFormat
     from rose_dist.engine.engine import Engine
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -33,31 +35,48 @@ class EngineOptions:
     tp: int | None
     dp: int | None
     ep: int | None
-    dtype: str
+    device: str
+    dtype: str | None
+    load_format: str
+    moe_weights: str
+    gpu_memory_utilization: float
     block_size: int
-    kv_tokens: int
-    max_step_tokens: int
-    max_running: int
+    kv_tokens: int | None
+    max_step_tokens: int | None
+    max_running: int | None
     max_waiting: int
     max_context: int | None
     prefix_cache: bool
     join_timeout: float
     log_dir: Path | None
 
-    def config(self) -> EngineConfig:
+    def config(self, local_rank: int) -> EngineConfig:
         """Raises `EngineConfigError` for a setting out of range."""
-        from rose_dist.engine.config import EngineConfig  # noqa: PLC0415  imports torch
+        from rose_dist.engine.config import EngineConfig, ladder_for  # noqa: PLC0415  imports torch
+        from rose_dist.models.loader import read_model_config  # noqa: PLC0415
 
+        device = choose_device(self.device, local_rank)
+        gpu = device.type == "cuda"
+        packed = self.moe_weights == "mxfp4" or (
+            self.moe_weights == "auto" and gpu and read_model_config(self.model).mxfp4
+        )
+        max_running = self.max_running or (128 if gpu else 64)
         return EngineConfig(
             model=self.model,
-            dtype=cast("DType", self.dtype),
+            device=device,
+            dtype=cast("DType", self.dtype or ("bfloat16" if gpu else "float32")),
+            load_format=cast("LoadFormat", self.load_format),
+            moe_weights="mxfp4" if packed else "bf16",
             block_size=self.block_size,
-            kv_tokens=self.kv_tokens,
-            max_step_tokens=self.max_step_tokens,
-            max_running=self.max_running,
+            kv_tokens=self.kv_tokens or (None if gpu else 32768),
+            memory_share=self.gpu_memory_utilization,
+            max_step_tokens=self.max_step_tokens or (8192 if gpu else 512),
+            max_running=max_running,
             max_waiting=self.max_waiting,
             max_context=self.max_context,
             prefix_cache=self.prefix_cache,
+            ladder=ladder_for(max_running) if gpu else (),
+            overlap=gpu,
         )
 
 
@@ -66,11 +85,51 @@ _OPTIONS = (
     click.option("--tp", type=click.IntRange(min=1), help="Tensor-parallel ranks a replica; default 1."),
     click.option("--dp", type=click.IntRange(min=1), help="Replicas with requests of their own; default ranks / tp."),
     click.option("--ep", type=click.IntRange(min=1), help="Ranks that share one set of experts; default all."),
-    click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True),
+    click.option(
+        "--device",
+        type=click.Choice(["auto", "cpu", "cuda"]),
+        default="auto",
+        show_default=True,
+        help="auto: a GPU if there is one for this rank.",
+    ),
+    click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Default bfloat16 on GPUs, else float32."),
+    click.option(
+        "--load-format",
+        type=click.Choice(["checkpoint", "random"]),
+        default="checkpoint",
+        show_default=True,
+        help="random: weights made up on the device from config.json alone; MODEL may be gpt-oss-20b or gpt-oss-120b.",
+    ),
+    click.option(
+        "--moe-weights",
+        type=click.Choice(["auto", "mxfp4", "bf16"]),
+        default="auto",
+        show_default=True,
+        help="Experts in memory: mxfp4 as stored, bf16 decoded to --dtype. auto: as stored on GPUs, decoded on CPUs.",
+    ),
+    click.option(
+        "--gpu-memory-utilization",
+        type=click.FloatRange(0, 1, min_open=True),
+        default=0.9,
+        show_default=True,
+        help="Share of a GPU's memory for weights, activations and, with what is left, the KV cache.",
+    ),
     click.option("--block-size", default=16, show_default=True, help="Tokens a KV block."),
-    click.option("--kv-tokens", default=32768, show_default=True, help="Tokens that a rank's KV cache holds."),
-    click.option("--max-step-tokens", default=512, show_default=True, help="Token budget of one step on a rank."),
-    click.option("--max-running", default=64, show_default=True, help="Requests that run at once on a replica."),
+    click.option(
+        "--kv-tokens",
+        type=click.IntRange(min=1),
+        help="Tokens that a rank's KV cache holds; default what fits into a GPU, 32768 on CPUs.",
+    ),
+    click.option(
+        "--max-step-tokens",
+        type=click.IntRange(min=1),
+        help="Token budget of one step on a rank; default 8192 on GPUs, 512 on CPUs.",
+    ),
+    click.option(
+        "--max-running",
+        type=click.IntRange(min=1),
+        help="Requests that run at once on a replica; default 128 on GPUs, 64 on CPUs.",
+    ),
     click.option("--max-waiting", default=100, show_default=True, help="Requests that may queue on a replica."),
     click.option("--max-context", type=click.IntRange(min=2), help="Most tokens of prompt and output."),
     click.option("--prefix-cache/--no-prefix-cache", default=True, show_default=True),
@@ -101,12 +160,30 @@ def joined(options: EngineOptions, log_level: int = logging.INFO) -> Iterator[tu
     from rose_dist.models.loader import read_model_config  # noqa: PLC0415
 
     with World.join(options.join_timeout, options.log_dir, log_level) as world:
-        config = options.config()
-        world.require_agreement(shared_settings(options))
+        config = options.config(world.local_rank)
+        world.require_agreement(shared_settings(options) | {"device": config.device.type})
         layout = Layout.of(world.size, options.tp, options.dp, options.ep)
         check_layout(read_model_config(config.model), layout.tp)
         share_cores(world)
         yield world, world.groups(layout), config
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """The device of a host's rank. Where a launcher lets each rank see one GPU, it is that one."""
+    import torch  # noqa: PLC0415
+
+    from rose_dist.engine.config import EngineConfigError  # noqa: PLC0415
+
+    seen = 0 if wanted == "cpu" else torch.cuda.device_count()
+    if seen == 0 or (wanted == "auto" and 1 < seen <= local_rank):
+        if wanted == "cuda":
+            raise EngineConfigError("--device cuda, but this process sees no GPU; see `rose doctor`")
+        return torch.device("cpu")
+    if 1 < seen <= local_rank:
+        raise EngineConfigError(f"rank {local_rank} of this host has no GPU of its own, there are {seen}")
+    device = torch.device("cuda", local_rank % seen)
+    torch.cuda.set_device(device)
+    return device
 
 
 def shared_settings(options: EngineOptions) -> dict[str, str]:
@@ -137,8 +214,9 @@ def load_engine(world: World, groups: Groups, config: EngineConfig) -> Engine:
         engine = Engine.load(config, groups, progress)
     weights = sum(parameter.nbytes for parameter in engine.runner.model.parameters())
     logger.info(
-        "%.2f GB of weights on this rank, %s; KV cache for %d tokens, at most %.2f GB",
+        "%.2f GB of weights on this rank's %s, %s; KV cache for %d tokens, at most %.2f GB",
         weights / 1e9,
+        config.device,
         groups.layout,
         engine.scheduler.kv.capacity,
         engine.runner.kv_bytes / 1e9,

@@ -127,6 +127,15 @@ class Group:
         self._comm.Gather([memory_of(tensor), count, row], [memory_of(parts), count, row], root)
         return list(parts) if self.rank == root else None
 
+    def gather_columns(self, part: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
+        """[rows, widths[rank]] of every rank side by side, [rows, Σ widths], on the first rank; None elsewhere."""
+        if self.size == 1:
+            return part
+        parts = self.gather(torch.nn.functional.pad(part, (0, max(widths) - part.shape[1])))
+        if parts is None:
+            return None
+        return torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], dim=1)
+
     def broadcast_bytes(self, data: bytes | None = None, root: int = 0) -> bytes:
         """`root`'s bytes, less than 2 GiB, on every rank."""
         if self.size == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from concurrent.futures import Future
 
 import msgspec
 
@@ -10,15 +11,17 @@ from rose_dist.comm.world import Groups
 from rose_dist.engine.config import EngineConfig
 from rose_dist.engine.grammar import GrammarCompiler, GrammarError
 from rose_dist.engine.kv_cache import KVCache
-from rose_dist.engine.mask_worker import MaskWorker
+from rose_dist.engine.kv_groups import fit_kv
+from rose_dist.engine.mask_worker import Masks, MaskWorker
 from rose_dist.engine.protocol import Generate, Output, Ready
 from rose_dist.engine.runner import ModelRunner
-from rose_dist.engine.sampler import sample
+from rose_dist.engine.sampler import Drawn, Sampler
 from rose_dist.engine.scheduler import Delivery, Plan, Scheduler
 from rose_dist.engine.step import Step
+from rose_dist.models.build_options import BuildOptions
 from rose_dist.models.checkpoint import Progress
 from rose_dist.models.gpt_oss import GptOssForCausalLM
-from rose_dist.models.loader import load_model
+from rose_dist.models.loader import load_model, random_model
 from rose_dist.vocabulary import VocabularyError, checkpoint_token_bytes
 
 
@@ -44,7 +47,9 @@ class Engine:
         self.groups = groups
         self.leader = groups.tp.rank == 0
         self.runner = ModelRunner(model, config)
-        self.max_context = min(config.max_context or model.config.max_context, model.config.max_context)
+        self._sampler = Sampler(self.runner.sampled)
+        self._under_way: tuple[Plan, Drawn] | None = None
+        self.max_context = self.runner.max_context
         kv = KVCache(self.runner.specs, config.block_size, config.prefix_cache)
         self.scheduler = Scheduler(config, kv, self.max_context, model.config.vocab_size)
         self._compiler: GrammarCompiler | None = None
@@ -54,11 +59,18 @@ class Engine:
 
     @classmethod
     def load(cls, config: EngineConfig, groups: Groups, progress: Progress | None = None) -> Engine:
-        """Read the checkpoint's part for this rank."""
-        model = load_model(
-            config.model, groups, max_tokens=config.max_step_tokens, dtype=config.torch_dtype, progress=progress
+        """Read the checkpoint's part for this rank, or make random weights, and get ready to step."""
+        options = BuildOptions(
+            groups, config.max_step_tokens, config.torch_dtype, config.device, config.moe_weights, config.max_running
         )
-        return cls(config, groups, model)
+        if config.load_format == "random":
+            model = random_model(config.model, options)
+        else:
+            model = load_model(config.model, options, progress)
+        engine = cls(fit_kv(config, model.kv_groups, model.config), groups, model)
+        if config.device.type == "cuda":
+            engine.runner.warm_up()
+        return engine
 
     def ready(self) -> Ready:
         return Ready(
@@ -91,6 +103,11 @@ class Engine:
             self._mask_worker = MaskWorker(self._compiler)
         return self._compiler
 
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything left to step for on this leader."""
+        return self.scheduler.has_work or self._under_way is not None
+
     def step(self, *, stop: bool = False) -> tuple[Outcome, list[Delivery]]:
         """Agree with the peers whether anyone has work and, if so, run one step.
 
@@ -99,22 +116,47 @@ class Engine:
         """
         plan = self.scheduler.schedule() if self.leader else Plan(Step(), ())
         staying = self.leader and not stop
-        work, stay = self.groups.lockstep.all_reduce_max([bool(plan.step.sequences), staying])
-        if not work:
-            return (Outcome.IDLE if stay else Outcome.STOPPED), []
-        return Outcome.WORKED, self._run(plan)
+        run, settle, stay = self.groups.lockstep.all_reduce_max(
+            [bool(plan.step.sequences), self._under_way is not None, staying]
+        )
+        if run:
+            return Outcome.WORKED, self._run(plan)
+        if settle:
+            return Outcome.WORKED, self._settle()
+        return (Outcome.IDLE if stay else Outcome.STOPPED), []
 
     def _run(self, plan: Plan) -> list[Delivery]:
+        """With `overlap` the step is launched before the tokens of the one before are read: while the host takes those
+        in, the device works. What is sampled goes by the tokens read.
+        """
         step = plan.step
         if self.groups.tp.size > 1:
             step = self._decoder.decode(
                 self.groups.tp.broadcast_bytes(self._encoder.encode(step) if self.leader else None)
             )
-        masks = None if self._mask_worker is None else self._mask_worker.start(plan.sampling)
+        masks = None if self._under_way else self._start_masks(plan)
         logits = self.runner.run(step)
-        if logits is None:
+        deliveries = self._settle()
+        if logits is not None:
+            masks = masks or self._start_masks(plan)
+            drawn = self._sampler.sample(logits, plan.sampling, None if masks is None else masks.result())
+            self.scheduler.launched(plan)
+            self._under_way = (plan, drawn)
+        if self.config.overlap:
+            self.runner.share_sampled()
+            return deliveries
+        return [*deliveries, *self._settle()]
+
+    def _start_masks(self, plan: Plan) -> Future[Masks] | None:
+        return None if self._mask_worker is None else self._mask_worker.start(plan.sampling)
+
+    def _settle(self) -> list[Delivery]:
+        """Take in the step under way."""
+        if self._under_way is None:
             return []
-        sampled = sample(logits, plan.sampling, None if masks is None else masks.result())
-        deliveries = self.scheduler.complete(plan, sampled)
+        plan, drawn = self._under_way
+        self._under_way = None
+        deliveries = self.scheduler.complete(plan, drawn.result())
+        self.runner.model.check()
         self.scheduler.stats.rows_sent = self.runner.model.rows_sent
         return deliveries

@@ -98,8 +98,23 @@ class KVCache:
             table.blocks.extend(pool.allocate() for _ in range(wanted - table.end))
         return True
 
+    def place(self, request: Request, computed: int) -> bool:
+        """Room for the first `computed` tokens of a request that holds nothing, and for the next one, as if they had
+        been computed here; somebody else puts keys and values there. False, and nothing changed, if there is none.
+        """
+        for group, _, table in self._held(request):
+            table.first = self._first_needed(group, computed)
+        if not self.grow(request, computed + 1):
+            self.free(request)
+            return False
+        request.computed = computed
+        self._extend_hashes(request, computed)
+        return True
+
     def advance(self, request: Request, computed: int) -> None:
-        """The request's tokens up to `computed` are in the cache now: share full blocks, let go of unneeded ones."""
+        """The request's tokens up to `computed` are in the cache, or will be before any later step reads them: share
+        full blocks, let go of unneeded ones.
+        """
         before = request.computed // self.block_size
         request.computed = computed
         if self.prefix_cache:

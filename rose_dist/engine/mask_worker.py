@@ -27,8 +27,9 @@ class Masks:
 
     def apply(self, logits: Tensor) -> None:
         """−inf where a grammar does not allow the token, in place."""
-        forbidden = self.forbidden[:, : logits.shape[1]]
-        logits[self.rows] = logits[self.rows].masked_fill_(forbidden, -torch.inf)
+        forbidden = self.forbidden[:, : logits.shape[1]].to(logits.device, non_blocking=True)
+        rows = torch.tensor(self.rows).to(logits.device, non_blocking=True)
+        logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)
 
 
 class MaskWorker:
@@ -38,7 +39,7 @@ class MaskWorker:
 
     def start(self, requests: Sequence[Request]) -> Future[Masks] | None:
         """Begin with the masks for the next token of `requests`; None if none of them has a grammar."""
-        constrained = [row for row, request in enumerate(requests) if request.grammar is not None]
+        constrained = [row for row, request in enumerate(requests) if request.grammar is not None and not request.done]
         return self._thread.submit(self._masks, requests, constrained) if constrained else None
 
     def _masks(self, requests: Sequence[Request], rows: list[int]) -> Masks:

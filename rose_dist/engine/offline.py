@@ -31,14 +31,15 @@ class OfflineSession:
             return
         self.bell.ring()
         try:
-            while self.engine.scheduler.has_work:
+            while self.engine.has_work:
                 _, deliveries = self.engine.step()
                 yield from (output for _, output in deliveries)
         finally:
             scheduler = self.engine.scheduler
             for left in [*scheduler.running, *scheduler.waiting]:
                 scheduler.cancel(self.CLIENT, left.id)
-            self.engine.step()  # nobody has work: all go idle
+            while self.engine.step()[0] is Outcome.WORKED:  # until all go idle
+                pass
 
     def __enter__(self) -> OfflineSession:
         return self

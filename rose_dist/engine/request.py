@@ -31,9 +31,10 @@ class Request:
     client: who gets the output.
     limit: prompt and output together may not be longer.
     seed: drawn when the client gave none.
-    tokens: prompt and output.
-    computed: how many of `tokens` have their keys and values in the cache.
+    tokens: prompt and output. The last may be one that a step still under way samples: −1 − its row there.
+    computed: how many of `tokens` have their keys and values in the cache, once the steps under way have ended.
     grammar: what the output must match, at the place it has reached.
+    done: it has ended, and what a step still under way finds for it is dropped.
     """
 
     client: bytes
@@ -47,6 +48,7 @@ class Request:
     hashes: list[BlockHash] = field(default_factory=list)
     stop_ids: frozenset[int] = field(init=False)
     grammar: TokenGrammar | None = None
+    done: bool = False
 
     def __post_init__(self) -> None:
         self.tokens = list(self.generate.prompt)
@@ -72,3 +74,8 @@ class Request:
     def remaining(self) -> int:
         """Tokens whose keys and values are still to be computed; 1 while decoding."""
         return len(self.tokens) - self.computed
+
+    @property
+    def complete(self) -> bool:
+        """It is as long as it may get, though its last token may still be under way."""
+        return len(self.tokens) >= self.limit

@@ -2,61 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from rose_dist.engine.attention_planner import AttentionPlanner
+from rose_dist.engine.attention_planner import AttentionPlanner, GatheringPlanner
 from rose_dist.engine.config import EngineConfig
-from rose_dist.engine.kv_cache import GroupSpec
-from rose_dist.engine.step import Step
-from rose_dist.layers.forward_batch import ForwardBatch, KVGroup
+from rose_dist.engine.decode_batch import DecodeBatch, TableShape
+from rose_dist.engine.decode_graphs import DecodeGraphs
+from rose_dist.engine.kv_groups import group_specs, kv_bytes
+from rose_dist.engine.paged_planner import PagedPlanner
+from rose_dist.engine.step import SequenceStep, Step
+from rose_dist.kernels.paged_attention import DecodeWorkspace
+from rose_dist.layers.forward_batch import ForwardBatch
 from rose_dist.models.gpt_oss import GptOssForCausalLM
 
-
-def group_specs(groups: Sequence[KVGroup], config: EngineConfig) -> list[GroupSpec]:
-    """Sizes of the block pools. A pool of a group with a window holds the windows of all running requests, one step's
-    tokens, and as much again for beginnings that may be used once more, but never more than the tokens of all.
-    """
-    blocks = config.kv_tokens // config.block_size
-    specs = []
-    for group in groups:
-        size = blocks
-        if group.window is not None:
-            per_request = -(-group.window // config.block_size) + 1
-            step = -(-config.max_step_tokens // config.block_size)
-            size = min(blocks, 2 * (config.max_running * per_request + step))
-        specs.append(GroupSpec(size, group.window))
-    return specs
+WARM_UP_TOKENS = (1, 8, 32, 100, 300, 1000, 2000)
+"""Prompts that between them meet every kernel."""
 
 
 class ModelRunner:
-    """The model, its KV storage and the way from a `Step` to a `ForwardBatch`."""
+    """The model, its KV storage and the way from a `Step` to a `ForwardBatch`.
+
+    sampled: int64 [most running requests] on the device: what the last step drew, by its rows. A step that starts
+        before the host knows these tokens names them by row.
+    """
 
     def __init__(self, model: GptOssForCausalLM, config: EngineConfig) -> None:
         self.model = model
         self.config = config
+        self._block_size = config.block_size
+        self.max_context = min(config.max_context or model.config.max_context, model.config.max_context)
         self.specs = group_specs(model.kv_groups, config)
-        dtype = config.torch_dtype
-        self.planners = [
-            AttentionPlanner(
-                number,
-                spec.window,
-                config.block_size,
-                group.storage(spec.blocks * config.block_size, dtype),
-                dtype,
-            )
-            for number, (group, spec) in enumerate(zip(model.kv_groups, self.specs, strict=True))
+        self.storages = [
+            group.storage(spec.blocks * config.block_size, config.torch_dtype, config.device)
+            for group, spec in zip(model.kv_groups, self.specs, strict=True)
         ]
+        self.sampled = torch.zeros(config.max_running, dtype=torch.int64, device=config.device)
+        self._workspace = self._decode_workspace()
+        self._planners: list[AttentionPlanner] = [self._planner(number) for number in range(len(self.specs))]
+        self._graphs = self._decode_graphs() if config.ladder else None
+
+    def _planner(self, number: int) -> AttentionPlanner:
+        window, storage = self.specs[number].window, self.storages[number]
+        if self.config.device.type == "cpu":
+            return GatheringPlanner(number, window, self._block_size, storage, self.config.torch_dtype)
+        return PagedPlanner(number, window, self._block_size, storage, self._workspace)
+
+    def _decode_workspace(self) -> DecodeWorkspace | None:
+        """One for all layers and steps: those follow one another."""
+        if self.config.device.type == "cpu":
+            return None
+        group = self.model.kv_groups[0]
+        return DecodeWorkspace.allocate(
+            requests=self.config.max_running, query_heads=self.model.query_heads, key_heads=group.key_heads,
+            head_dim=group.head_dim, context=self.max_context, device=self.config.device,
+        )  # fmt: skip
+
+    def _decode_graphs(self) -> DecodeGraphs:
+        shapes = [TableShape.of(spec, self._block_size, self.max_context) for spec in self.specs]
+        batch = DecodeBatch(max(self.config.ladder), shapes, self.storages, self.sampled, self._workspace)
+        return DecodeGraphs(self.model, batch, self.config.ladder)
 
     @property
     def kv_bytes(self) -> int:
         """Memory of the KV cache once every block has been written."""
-        return sum(
-            group.bytes_per_token(self.config.torch_dtype) * spec.blocks * self.config.block_size
-            for group, spec in zip(self.model.kv_groups, self.specs, strict=True)
-        )
+        return kv_bytes(self.model.kv_groups, self.specs, self.config)
+
+    def warm_up(self) -> None:
+        """Run prompts of several lengths, so that no request waits for a kernel to be compiled or loaded and too little
+        memory shows at once; then capture the decode steps' graphs. Collective as `run` is; overwrites the cache.
+        """
+        most = min(self.config.max_step_tokens, self.max_context, min(s.blocks for s in self.specs) * self._block_size)
+        for tokens in sorted({min(tokens, most) for tokens in (*WARM_UP_TOKENS, most)}):
+            blocks = list(range(-(-tokens // self._block_size)))
+            prompt = [i % self.model.config.vocab_size for i in range(tokens)]
+            self.run(Step([SequenceStep(prompt, 0, [(0, blocks) for _ in self.specs], True)]))
+        if self._graphs is not None:
+            self._graphs.capture()
 
     @torch.inference_mode()
     def run(self, step: Step) -> Tensor | None:
@@ -64,27 +88,35 @@ class ModelRunner:
 
         Returns:
             fp32 [sequences that sample, vocabulary] on the first rank of the tensor-parallel group, None elsewhere.
+            Valid until the next call.
         """
+        if self._graphs is not None and step.decodes_only:
+            return self._graphs.run(step)
         logits: Tensor | None = self.model(self._batch(step))
         return logits
+
+    @torch.inference_mode()
+    def share_sampled(self) -> None:
+        """Give the tensor-parallel peers what the first rank has left in `sampled`. Collective over them."""
+        if self.model.tp.size > 1:
+            self.model.tp.broadcast(self.sampled)
 
     def _batch(self, step: Step) -> ForwardBatch:
         sequences = step.sequences
         tokens = [token for sequence in sequences for token in sequence.tokens]
         positions = [position for sequence in sequences for position in range(sequence.start, sequence.end)]
-        ends = _running_sum(len(sequence.tokens) for sequence in sequences)
+        ends = accumulate(len(sequence.tokens) for sequence in sequences)
         last = [end - 1 for end, sequence in zip(ends, sequences, strict=True) if sequence.sample]
-        return ForwardBatch(
-            torch.tensor(tokens, dtype=torch.int64),
-            torch.tensor(positions, dtype=torch.int64),
-            torch.tensor(last, dtype=torch.int64),
-            tuple(planner.plan(sequences) for planner in self.planners),
-        )
+        ids = self._move(tokens)
+        if min(tokens, default=0) < 0:
+            ids = known_tokens(ids, self.sampled)
+        groups = tuple(planner.plan(sequences) for planner in self._planners)
+        return ForwardBatch(ids, self._move(positions), self._move(last), groups)
+
+    def _move(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self.config.device, non_blocking=True)
 
 
-def _running_sum(counts: Iterator[int]) -> list[int]:
-    total, sums = 0, []
-    for count in counts:
-        total += count
-        sums.append(total)
-    return sums
+def known_tokens(ids: Tensor, sampled: Tensor) -> Tensor:
+    """`ids`, where −1 − r stands for `sampled[r]`."""
+    return torch.where(ids < 0, sampled[(-1 - ids).clamp_(min=0)], ids)

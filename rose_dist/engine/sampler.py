@@ -1,16 +1,20 @@
-"""From logits to tokens. Every row is drawn by its own request's rules and seed, whatever else is in the batch."""
+"""From logits to tokens, on the logits' device.
+
+Every row is drawn by its own request's rules and seed, whatever else is in the batch. Nothing waits for the device
+until the tokens are asked for.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from rose_dist.engine.draw import DrawRules
+from rose_dist.engine.logit_rules import adjust, adjusts
 from rose_dist.engine.mask_worker import Masks
-from rose_dist.engine.protocol import SamplingParams, TokenLogprobs
+from rose_dist.engine.protocol import TokenLogprobs
 from rose_dist.engine.request import Request
 
 
@@ -22,76 +26,117 @@ class Sampled:
     logprobs: TokenLogprobs | None = None
 
 
-@torch.inference_mode()
-def sample(logits: Tensor, requests: list[Request], masks: Masks | None) -> list[Sampled]:
-    """Draw the next token of each request.
+@dataclass(frozen=True)
+class Drawn:
+    """What a step has drawn, on its way to the host."""
 
-    Args:
-        logits: fp32 [requests, vocabulary]; may be overwritten.
-        masks: of the requests that have a grammar; None if none has.
+    tokens: Tensor
+    logprobs: _Logprobs | None
+    arrived: torch.cuda.Event | None
+
+    def result(self) -> list[Sampled]:
+        """Waits for the device."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        tokens = self.tokens.tolist()
+        found = {} if self.logprobs is None else self.logprobs.by_row()
+        return [Sampled(token, found.get(row)) for row, token in enumerate(tokens)]
+
+
+class Sampler:
+    def __init__(self, sampled: Tensor) -> None:
+        """`sampled`: int64 [most rows], where the tokens drawn are left on the device."""
+        self._sampled = sampled
+        self._rules: _Rules | None = None
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, requests: list[Request], masks: Masks | None) -> Drawn:
+        """Draw the next token of each request.
+
+        Args:
+            logits: fp32 [requests, vocabulary]; overwritten.
+            masks: of the requests that have a grammar; None if none has.
+        """
+        if self._rules is None or self._rules.requests != requests:
+            self._rules = _Rules.of(requests, logits)
+        rules = self._rules
+        plain = torch.log_softmax(logits[rules.logprob_rows], -1) if rules.logprob_counts else None
+        adjust(logits, requests, rules.adjusted)
+        if masks is not None:
+            masks.apply(logits)
+        tokens = logits.argmax(-1)
+        for group in rules.draws:
+            tokens[group.rows] = group.draw(logits, requests)
+        self._sampled[: len(requests)] = tokens
+        logprobs = None
+        if plain is not None:
+            logprobs = _Logprobs.of(plain, tokens[rules.logprob_rows], rules)
+        return Drawn(_to_host(tokens), logprobs, _arrival(tokens))
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """What stays the same as long as the batch does.
+
+    adjusted: rows whose logits are changed before drawing.
+    logprob_rows: int64 [rows that want log probabilities], on the device; logprob_counts: row → how many likeliest.
     """
-    logprobs = _logprobs(logits, requests)
-    for row, request in zip(logits, requests, strict=True):
-        _adjust(row, request)
-    if masks is not None:
-        masks.apply(logits)
-    tokens = logits.argmax(-1).tolist()
-    drawn = [i for i, request in enumerate(requests) if request.generate.sampling.temperature > 0]
-    for i in drawn:
-        tokens[i] = _draw(logits[i], requests[i].generate.sampling, _uniform(requests[i]))
-    return [
-        Sampled(token, None if row is None else _token_logprobs(row, token, request.generate.sampling.logprobs or 0))
-        for token, row, request in zip(tokens, logprobs, requests, strict=True)
-    ]
+
+    requests: list[Request]
+    adjusted: list[int]
+    draws: list[DrawRules]
+    logprob_rows: Tensor
+    logprob_counts: dict[int, int]
+
+    @staticmethod
+    def of(requests: list[Request], logits: Tensor) -> _Rules:
+        wanted = {
+            row: min(request.generate.sampling.logprobs, logits.shape[1])
+            for row, request in enumerate(requests)
+            if request.generate.sampling.logprobs is not None
+        }
+        return _Rules(
+            list(requests),
+            [row for row, request in enumerate(requests) if adjusts(request)],
+            DrawRules.groups(requests, logits.device),
+            torch.tensor(list(wanted), dtype=torch.int64).to(logits.device, non_blocking=True),
+            wanted,
+        )
 
 
-def _logprobs(logits: Tensor, requests: list[Request]) -> list[Tensor | None]:
-    """Log probabilities of the unmodified distribution, for the rows that want them."""
-    return [
-        None if request.generate.sampling.logprobs is None else torch.log_softmax(row, -1)
-        for row, request in zip(logits, requests, strict=True)
-    ]
+@dataclass(frozen=True)
+class _Logprobs:
+    """Of the rows in `counts`, in order, on the host once they have arrived."""
+
+    counts: dict[int, int]
+    chosen: Tensor
+    values: Tensor
+    ids: Tensor
+
+    @staticmethod
+    def of(plain: Tensor, tokens: Tensor, rules: _Rules) -> _Logprobs:
+        values, ids = torch.topk(plain, max(rules.logprob_counts.values()))
+        chosen = plain.gather(1, tokens[:, None])[:, 0]
+        return _Logprobs(rules.logprob_counts, _to_host(chosen), _to_host(values), _to_host(ids))
+
+    def by_row(self) -> dict[int, TokenLogprobs]:
+        rows = zip(self.counts.items(), self.chosen.tolist(), self.ids.tolist(), self.values.tolist(), strict=True)
+        return {
+            row: TokenLogprobs(chosen, list(zip(ids[:count], values[:count], strict=True)))
+            for (row, count), chosen, ids, values in rows
+        }
 
 
-def _token_logprobs(row: Tensor, token: int, count: int) -> TokenLogprobs:
-    values, ids = torch.topk(row, min(count, row.shape[0]))
-    return TokenLogprobs(float(row[token]), list(zip(ids.tolist(), values.tolist(), strict=True)))
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy in the order of the current stream, there once `_arrival` of it has come."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _adjust(row: Tensor, request: Request) -> None:
-    """Penalties, bias and the stop ids that `min_tokens` forbids, in place."""
-    sampling = request.generate.sampling
-    if sampling.repetition_penalty != 1:
-        seen = torch.tensor(sorted(set(request.tokens)))
-        values = row[seen]
-        factor = sampling.repetition_penalty
-        row[seen] = torch.where(values > 0, values / factor, values * factor)
-    if sampling.presence_penalty or sampling.frequency_penalty:
-        counts = Counter(request.output)
-        if counts:
-            times = torch.tensor(list(counts.values()), dtype=row.dtype)
-            row[torch.tensor(list(counts))] -= sampling.presence_penalty + sampling.frequency_penalty * times
-    if sampling.logit_bias:
-        row[torch.tensor(list(sampling.logit_bias))] += torch.tensor(list(sampling.logit_bias.values()))
-    if request.stop_ids and request.output_length < request.generate.min_tokens:
-        row[torch.tensor(list(request.stop_ids))] = -torch.inf
-
-
-def _draw(row: Tensor, sampling: SamplingParams, uniform: float) -> int:
-    """The token at `uniform` of the cumulative distribution, likeliest first, after top-k, top-p and min-p."""
-    weights, ids = torch.softmax(row.double() / sampling.temperature, -1).sort(descending=True, stable=True)
-    keep = row.shape[0] if sampling.top_k == 0 else min(sampling.top_k, row.shape[0])
-    cumulative = weights[:keep].cumsum(0)
-    if sampling.top_p < 1:
-        # The fewest tokens that reach top_p of what top_k left.
-        keep = min(keep, int(torch.searchsorted(cumulative, sampling.top_p * cumulative[-1])) + 1)
-    if sampling.min_p > 0:
-        keep = min(keep, int((weights[:keep] >= sampling.min_p * weights[0]).sum()))
-    drawn = int(torch.searchsorted(cumulative[:keep], uniform * cumulative[keep - 1], right=True))
-    return int(ids[min(drawn, keep - 1)])
-
-
-def _uniform(request: Request) -> float:
-    """In [0, 1), from the request's seed and the position alone: no state, so preemption can't change it."""
-    bits = np.random.Philox(key=request.seed & (1 << 64) - 1, counter=request.output_length)
-    return float(np.random.Generator(bits).random())
+def _arrival(tensor: Tensor) -> torch.cuda.Event | None:
+    if not tensor.is_cuda:
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event

@@ -63,6 +63,16 @@ class Scheduler:
         self.waiting.append(Request(client, generate, limit, seed, self.kv.empty_tables(), grammar=grammar))
         return None
 
+    def adopt(self, client: bytes, generate: Generate) -> None:
+        """Run a request at once whose prompt's keys and values, the last token's excepted, are in the cache by other
+        means. There must be room.
+        """
+        limit = len(generate.prompt) + (generate.max_tokens or 1)
+        request = Request(client, generate, limit, generate.sampling.seed or 0, self.kv.empty_tables())
+        if not self.kv.place(request, len(generate.prompt) - 1):
+            raise ValueError(f"no room in the KV cache for {len(generate.prompt)} more tokens")
+        self.running.append(request)
+
     def _open_places(self) -> int:
         return max(0, self.config.max_running - len(self.running))
 
@@ -85,8 +95,7 @@ class Scheduler:
         for queue in (self.running, self.waiting):
             for request in queue:
                 if request.id == request_id and request.client == client:
-                    self.kv.free(request)
-                    queue.remove(request)
+                    self._end(request)
                     return
 
     def cancel_all(self, client: bytes) -> None:
@@ -108,7 +117,7 @@ class Scheduler:
         for request in sorted(self.running, key=lambda request: request.remaining > 1):
             if budget == 0:
                 break
-            if request not in self.running:  # preempted for an earlier one
+            if request.complete or request not in self.running:  # waits for its last token; or had to make room
                 continue
             count = min(request.remaining, budget)
             if self._make_room(request, count, planned):
@@ -162,33 +171,45 @@ class Scheduler:
             sample=count == request.remaining,
         )
 
+    def launched(self, plan: Plan) -> None:
+        """The step is under way and the one before is complete. Its tokens count as computed, and those that it samples
+        as there, though unknown. One more step may be planned before `complete`.
+        """
+        row = 0
+        for request, sequence in zip(plan.requests, plan.step.sequences, strict=True):
+            if not request.done:
+                self.kv.advance(request, sequence.end)
+                if sequence.sample:
+                    request.tokens.append(-1 - row)
+            row += sequence.sample
+
     def complete(self, plan: Plan, sampled: list[Sampled]) -> list[Delivery]:
-        """Take in a step's results: one sampled token for each of `plan.sampling`, in order."""
+        """Take in a launched step's results: one sampled token for each of `plan.sampling`, in order."""
         deliveries = []
         results = iter(sampled)
         for request, sequence in zip(plan.requests, plan.step.sequences, strict=True):
-            self.kv.advance(request, sequence.end)
             if sequence.sample:
-                deliveries.append((request.client, self._accept(request, next(results))))
+                result = next(results)
+                if not request.done:
+                    deliveries.append((request.client, self._accept(request, sequence.end, result)))
         self.stats.steps += 1
         self.stats.step_tokens += plan.step.token_count
         self.update_gauges()
         return deliveries
 
-    def _accept(self, request: Request, sampled: Sampled) -> Output:
-        first = request.output_length == 0
-        request.tokens.append(sampled.token)
+    def _accept(self, request: Request, position: int, sampled: Sampled) -> Output:
+        first = position == request.prompt_length
+        request.tokens[position] = sampled.token
         finish: FinishReason | None = None
         error = _step_grammar(request, sampled.token)
         if error is not None:
             finish = "error"
         elif sampled.token in request.stop_ids:
             finish = "stop"
-        elif len(request.tokens) >= request.limit:
+        elif position + 1 >= request.limit:
             finish = "length"
         if finish is not None:
-            self.running.remove(request)
-            self.kv.free(request)
+            self._end(request)
         return Output(
             request_id=request.id,
             token_ids=[sampled.token],
@@ -197,6 +218,14 @@ class Scheduler:
             error=error,
             cached_tokens=request.cached_tokens if first else 0,
         )
+
+    def _end(self, request: Request) -> None:
+        """Forget a request, wherever it stands. Steps under way may still write to its blocks, but later ones that get
+        them come after those.
+        """
+        request.done = True
+        self.kv.free(request)
+        (self.running if request in self.running else self.waiting).remove(request)
 
     def update_gauges(self) -> None:
         self.stats.running = len(self.running)

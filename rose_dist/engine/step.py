@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     """One sequence's share of a step.
 
-    tokens: the ids to compute, at positions `start`, `start` + 1, ….
+    tokens: the ids to compute, at positions `start`, `start` + 1, …. −1 − r is what the step before sampled in its row
+        r, which only the device knows yet.
     tables: for each KV group, the index of the first block and the blocks from there to the last token's.
     sample: whether the next token is wanted.
     """
@@ -22,6 +25,14 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     def end(self) -> int:
         return self.start + len(self.tokens)
 
+    def slots(self, group: int, block_size: int, start: int, end: int) -> npt.NDArray[np.int64]:
+        """The flat cache slots of positions `start` to `end` − 1 in a KV group."""
+        first, blocks = self.tables[group]
+        positions = np.arange(start, end) - first * block_size
+        table = np.array(blocks, np.int64)
+        slots: npt.NDArray[np.int64] = table[positions // block_size] * block_size + positions % block_size
+        return slots
+
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
     """The sequences of one step, those of one token first and among them the shortest first; none on an idle rank
@@ -33,3 +44,8 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     @property
     def token_count(self) -> int:
         return sum(len(sequence.tokens) for sequence in self.sequences)
+
+    @property
+    def decodes_only(self) -> bool:
+        """Every sequence computes one token and wants the next."""
+        return bool(self.sequences) and all(s.sample and len(s.tokens) == 1 for s in self.sequences)

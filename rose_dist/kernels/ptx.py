@@ -151,6 +151,18 @@ def load_once_16b(address: Any, *, loc: Any = None, ip: Any = None) -> tuple[Any
 
 
 @dsl_user_op
+def load_early_16b(address: Any, *, loc: Any = None, ip: Any = None) -> tuple[Any, Any, Any, Any]:
+    """16 bytes that this kernel reads once, past L1, 256 bytes ahead into L2; stays before `griddepcontrol.wait`.
+
+    The assembler moves `load_once_16b` behind that wait.
+    """
+    kind = ir.Type.parse("!llvm.struct<(i32,i32,i32,i32)>")
+    text = "ld.global.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];"
+    words = _asm(text, "=r,=r,=r,=r,l", kind, Int64(address), loc=loc, ip=ip)
+    return _words(words, loc, ip)
+
+
+@dsl_user_op
 def load_16b(address: Any, *, loc: Any = None, ip: Any = None) -> tuple[Any, Any, Any, Any]:
     """16 bytes, past L1: for data that another block or GPU wrote before a flag that this thread has acquired."""
     kind = ir.Type.parse("!llvm.struct<(i32,i32,i32,i32)>")
@@ -185,6 +197,22 @@ def store_packet(address: Any, words: tuple[Any, Any, Any, Any], *, loc: Any = N
 def _words(struct: Any, loc: Any, ip: Any) -> tuple[Any, Any, Any, Any]:
     a, b, c, d = (Int32(llvm.extractvalue(T.i32(), struct, [i], loc=loc, ip=ip)) for i in range(4))
     return a, b, c, d
+
+
+@dsl_user_op
+def copy_to_shared(target: Any, source: Any, size: Any, barrier: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Start copying `size` bytes of global memory to this block's shared memory; the mbarrier counts them as they come.
+
+    All three are multiples of 16. `target` and `barrier` are shared addresses (u32).
+    """
+    text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
+    _asm(text, "r,l,r,r", None, Uint32(target), Int64(source), Uint32(size), Uint32(barrier), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def fence_async_copies(*, loc: Any = None, ip: Any = None) -> None:
+    """What this thread knows to be written to global memory, its later asynchronous copies see too."""
+    _asm("fence.proxy.async.global;", "", None, loc=loc, ip=ip)
 
 
 # --- NVLink SHARP multicast: only on addresses of a multicast mapping -----------------------------------------------
@@ -231,6 +259,43 @@ def add_shared(address: Any, value: Any, *, loc: Any = None, ip: Any = None) -> 
     """u32 add at a shared address (u32) of this block."""
     text = "red.relaxed.cta.shared::cta.add.u32 [$0], $1;"
     _asm(text, "r,r", None, Uint32(address), Uint32(value), loc=loc, ip=ip)
+
+
+# --- Tensor cores and packed words ------------------------------------------------------------------------------------
+
+
+@dsl_user_op
+def mma_bf16(left: Any, right: Any, sums: Any, *, loc: Any = None, ip: Any = None) -> list[Any]:
+    """left [16, 16] · right [16, 8] + sums, by a whole warp: 4, 2 and 4 registers a lane (PTX ISA, mma.m16n8k16)."""
+    kind = ir.Type.parse("!llvm.struct<(f32,f32,f32,f32)>")
+    text = (
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    )
+    operands = (*(Uint32(word) for word in (*left, *right)), *(Float32(value) for value in sums))
+    struct = _asm(text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", kind, *operands, volatile=False, loc=loc, ip=ip)
+    return [Float32(llvm.extractvalue(T.f32(), struct, [i], loc=loc, ip=ip)) for i in range(4)]
+
+
+@dsl_user_op
+def multiply_bf16x2(a: Any, b: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """Two bf16 products, nearest even; subnormals are kept."""
+    text = "mul.rn.bf16x2 $0, $1, $2;"
+    return Uint32(_asm(text, "=r,r,r", T.i32(), Uint32(a), Uint32(b), volatile=False, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def rotate_left(a: Any, by: int, *, loc: Any = None, ip: Any = None) -> Any:
+    """A u32 rotated by a number of bits known at compile time."""
+    text = f"shf.l.wrap.b32 $0, $1, $1, {by};"
+    return Uint32(_asm(text, "=r,r", T.i32(), Uint32(a), volatile=False, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def spread_byte(a: Any, which: int, *, loc: Any = None, ip: Any = None) -> Any:
+    """Byte `which` of a u32 as two u16 in a u32."""
+    text = f"prmt.b32 $0, $1, 0, 0x4{which}4{which};"
+    return Uint32(_asm(text, "=r,r", T.i32(), Uint32(a), volatile=False, loc=loc, ip=ip))
 
 
 # --- Arithmetic and conversions ---------------------------------------------------------------------------------------

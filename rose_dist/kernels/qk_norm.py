@@ -1,12 +1,13 @@
 """What happens to queries, keys and values between their projection and attention, in one launch.
 
 Per-head RMS norm of q and k, rotary embedding of q and k, and the write of k and v into a paged cache; each part can
-be left out. `rotary.apply_rotary` uses the same kernel.
+be left out. `rotary.rotate_and_store` uses the same kernel.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from rose_dist.kernels import checks, launch
 from rose_dist.kernels.variants import heads_each
 
 HEAD_DIMS = (64, 128, 256)
+E4M3_MAX = 448.0
 
 
 class Rotary(enum.Enum):
@@ -32,14 +34,18 @@ class Rotary(enum.Enum):
 class PagedCache:
     """One layer's cache. Slot s is row s % block_size of block s // block_size.
 
-    keys, values: [blocks, block_size, key heads, head_dim], or [slots, key heads, head_dim]; the last dimension dense,
-    the others in any order (a permuted view of [blocks, key heads, block_size, head_dim] will do).
+    keys, values: [blocks, block_size, key heads, head_dim], or [slots, key heads, head_dim], of the keys' dtype or
+    e4m3; the last dimension dense, the others in any order (a permuted view of [blocks, key heads, block_size,
+    head_dim] will do).
     """
 
     keys: Tensor
     values: Tensor
     slots: Tensor
     """int64 [tokens]: where each token's key and value go; −1: nowhere."""
+    key_scale: float = 1.0
+    value_scale: float = 1.0
+    """e4m3 caches hold keys and values times the reciprocals of these, saturated at ±448; others hold them as are."""
 
 
 def qk_norm(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> None:
@@ -71,11 +77,12 @@ def qk_norm_rope_cache(
     Args:
         q: [tokens, query heads, head_dim]; k, v: [tokens, key heads, head_dim], bf16 or fp16. Tokens may be strided,
             as in a fused projection's output.
-        cos, sin: [positions or tokens, head_dim / 2], fp32 or of `q`'s dtype, scaled by YaRN's concentration already.
+        cos, sin: [positions or tokens, rotary_dim / 2], fp32 or of `q`'s dtype, scaled by YaRN's concentration already.
+            The first rotary_dim elements of a head are rotated, among themselves; a multiple of 32 up to head_dim.
         positions: int64 [tokens], rows of `cos` and `sin`; None: row t serves token t.
         norm: query weight, key weight (each [head_dim] of `q`'s dtype) and epsilon; None leaves the norm out.
 
-    All in fp32, rounded once at the end.
+    All in fp32, rounded once at the end; to e4m3 where that is the cache's dtype.
     """
     if q.is_cuda:
         _launch(q, k, v, cache=cache, cos=cos, sin=sin, positions=positions, norm=norm, rotary=rotary)
@@ -89,10 +96,14 @@ def qk_norm_rope_cache(
     keys = reference_rotary(keys, cos[rows], sin[rows], rotary)
     live = cache.slots >= 0
     slots = cache.slots[live]
-    for stored, new in ((cache.keys, keys), (cache.values, v)):
+    for stored, new, scale in ((cache.keys, keys, cache.key_scale), (cache.values, v, cache.value_scale)):
         block_size = stored.shape[1] if stored.dim() == 4 else 1
         place = (slots // block_size, slots % block_size) if stored.dim() == 4 else (slots,)
-        stored[place] = new[live].to(stored.dtype)
+        if stored.dtype is torch.float8_e4m3fn:
+            codes = (new[live].float() * (1 / scale)).clamp(-E4M3_MAX, E4M3_MAX).to(stored.dtype)
+            stored.view(torch.uint8)[place] = codes.view(torch.uint8)
+        else:
+            stored[place] = new[live].to(stored.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, rotary: Rotary) -> None:
@@ -108,6 +119,10 @@ def _reference_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def reference_rotary(x: Tensor, cos: Tensor, sin: Tensor, rotary: Rotary) -> Tensor:
     """(a, b) → (a·cos − b·sin, b·cos + a·sin) for the pairs of every head of `x` [tokens, heads, head_dim]."""
     c, s = cos[:, None].float(), sin[:, None].float()
+    rotary_dim = 2 * cos.shape[1]
+    if rotary_dim < x.shape[2]:
+        turned = reference_rotary(x[..., :rotary_dim], cos, sin, rotary)
+        return torch.cat([turned, x[..., rotary_dim:]], -1)
     wide = x.float()
     if rotary is Rotary.NEOX:
         a, b = wide.chunk(2, -1)
@@ -129,9 +144,12 @@ def _launch(
     device = launch.device(q)
     stored = (cache.keys, cache.values) if cache else ()
     tables = () if cos is None or sin is None else (cos, sin)
-    steps = [s * t.element_size() for t in (q, k, v, *stored) if t is not None for s in t.stride()[:-1]]
-    steps += [t.data_ptr() for t in (q, k, v, *stored) if t is not None]
-    vector_bytes = launch.widest(device.arch, head_dim * q.element_size() // 2, *steps)
+    # A lane stores half as many bytes into an e4m3 cache as it loads, at addresses that are half as well aligned.
+    size, held = q.element_size(), [t for t in (q, k, v, *stored) if t is not None]
+    steps = [step * size for t in held for step in t.stride()[:-1]]
+    steps += [t.data_ptr() * (size // t.element_size()) for t in held]
+    rotary_dim = head_dim if cos is None else 2 * cos.shape[1]
+    vector_bytes = launch.widest(device.arch, head_dim * size // 2, rotary_dim * size // 2, *steps)
     table_dtype = torch.float32 if cos is None else cos.dtype
     heads = query_heads + key_heads * (2 if cache else 1)
     each = heads_each(
@@ -141,17 +159,18 @@ def _launch(
 
     launcher = cute.launcher(
         device.arch, q.dtype, table_dtype, query_heads, key_heads, head_dim, vector_bytes, norm is not None, rotary,
-        cache is not None, each,
+        rotary_dim, cache.keys.dtype if cache else None, each,
     )  # fmt: skip
     items = tokens * heads // each
     block_size, cache_strides = _cache_shape(cache)
     weights = norm or (None, None, 0.0)
+    factors = (1 / cache.key_scale, 1 / cache.value_scale) if cache else (1.0, 1.0)
     launch.run(
         launcher, q, q, q.stride(0), q.stride(1), k, k.stride(0), k.stride(1),
         v, 0 if v is None else v.stride(0), 0 if v is None else v.stride(1),
         weights[0], weights[1], *(tables or (None, None)), 0 if cos is None else cos.stride(0), positions,
         cache.slots if cache else None, cache.keys if cache else None, cache.values if cache else None,
-        *cache_strides, block_size.bit_length() - 1, items, weights[2],
+        *cache_strides, block_size.bit_length() - 1, *factors, items, weights[2],
     )  # fmt: skip
 
 
@@ -182,8 +201,13 @@ def _check(
             checks.same_device(name, x, q.device)
             checks.rows(name, x)
     if cos is not None and sin is not None:
+        rows = tokens if positions is None else None
+        checks.shape("cos", cos, rows, None)
+        if cos.shape[1] % 16 or not 16 <= cos.shape[1] <= head_dim // 2:
+            allowed = f"a multiple of 16, at most {head_dim // 2}"
+            raise checks.fail("cos", f"has {cos.shape[1]} columns; needs one for two rotated elements: {allowed}")
+        checks.shape("sin", sin, rows, cos.shape[1])
         for name, table in (("cos", cos), ("sin", sin)):
-            checks.shape(name, table, tokens if positions is None else None, head_dim // 2)
             checks.dtype(name, table, q.dtype, torch.float32)
             checks.same_device(name, table, q.device)
             checks.dense(name, table)
@@ -204,10 +228,14 @@ def _check_cache(cache: PagedCache, k: Tensor) -> None:
     checks.indices("slots", cache.slots, k.shape[0], k.device)
     for name, stored in (("cache.keys", cache.keys), ("cache.values", cache.values)):
         checks.shape(name, stored, *([None] * (stored.dim() - 2 if stored.dim() in (3, 4) else 2)), *k.shape[1:])
-        checks.dtype(name, stored, k.dtype)
+        checks.dtype(name, stored, k.dtype, torch.float8_e4m3fn)
         checks.same_device(name, stored, k.device)
         checks.rows(name, stored)
         if stored.dim() == 4 and stored.shape[1] & (stored.shape[1] - 1):
             raise checks.fail(name, f"block size is {stored.shape[1]}; must be a power of two")
+    checks.dtype("cache.values", cache.values, cache.keys.dtype)
+    for name, scale in (("cache.key_scale", cache.key_scale), ("cache.value_scale", cache.value_scale)):
+        if not 0 < scale < math.inf:
+            raise checks.fail(name, f"is {scale}; must be positive and finite")
     if cache.keys.stride() != cache.values.stride() or cache.keys.shape != cache.values.shape:
         raise checks.fail("cache.values", "must have the shape and strides of cache.keys")

@@ -15,15 +15,22 @@ from rose_dist.kernels.cute.embedding import Embed
 from rose_dist.kernels.cute.moe_combine import VECTOR_BYTES, Combine
 from rose_dist.kernels.cute.moe_dispatch_decode import DispatchDecode
 from rose_dist.kernels.cute.moe_dispatch_prefill import AssignSlots, ScatterRows
+from rose_dist.kernels.cute.mxfp4_experts import ExpertLinear
+from rose_dist.kernels.cute.mxfp4_experts_prefill import ExpertGemm
+from rose_dist.kernels.cute.paged_attention_decode import DecodeAttention
 from rose_dist.kernels.cute.qk_norm import QKNormRope
 from rose_dist.kernels.cute.quantize import Dequantize, Quantize, decoded_count
 from rose_dist.kernels.cute.rms_norm import RMSNorm
 from rose_dist.kernels.cute.routing import Route
+from rose_dist.kernels.cute.small_linear import COLUMNS, SmallLinear
 from rose_dist.kernels.cute.swiglu import GatedActivation
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.formats import FORMATS, FP8, MXFP8, BlockFormat, BlockOutput, Scale, ScaleLayout
 from rose_dist.kernels.jit import Kernel
 from rose_dist.kernels.moe_dispatch import DECODE_THREADS, SCATTER_SHAPE, SPLITS
+from rose_dist.kernels.mxfp4 import BLOCK
+from rose_dist.kernels.mxfp4_layout import TILE_BYTES, TILE_ROWS
+from rose_dist.kernels.paged_attention import HEAD_DIMS
 from rose_dist.kernels.qk_norm import Rotary
 from rose_dist.kernels.routing import Score
 from rose_dist.kernels.swiglu import Gate
@@ -31,9 +38,13 @@ from rose_dist.kernels.variants import (
     ACTIVATION_SHAPES,
     COUNTING_ROUTERS,
     DECODE_SHAPES,
+    EXPERT_SHAPES,
+    LINEAR_SHAPES,
     ROTARY_BYTES,
     ROUTERS,
     ROW_SHAPES,
+    gemm,
+    stream,
     tile,
 )  # fmt: skip
 
@@ -62,6 +73,12 @@ MOE_ROWS = (
 )
 """Experts, k, hidden, payload, fp32 scales, bias: GPT-OSS 20b and 120b, DeepSeek-V3 in bf16 and in FP8."""
 
+MXFP4_EXPERTS = (128, 2880, 2880)
+"""Experts, hidden, intermediate: GPT-OSS 120b. The 20b's kernels differ in nothing but the number of experts."""
+
+LINEAR_INPUTS = (2880, 4096)
+"""GPT-OSS's hidden size, and the width of its attention's output."""
+
 MOE_LAYOUTS = (PackedLayout(), PackedLayout(128), PackedLayout(128, 128))
 """For own kernels, and DeepGEMM's contiguous and masked layouts."""
 
@@ -79,6 +96,9 @@ def _all(arch: Arch) -> Iterator[Kernel]:
     yield from _routers(arch)
     yield from _embeddings(arch)
     yield from _moe(arch)
+    yield from _attention(arch)
+    yield from _mxfp4_experts(arch)
+    yield from _small_linears(arch)
     yield from _all_reduces(arch)
     yield probe.GridBarriers(arch, repeats=100)
     yield probe.Primitives(arch, multicast=True)
@@ -114,11 +134,14 @@ def _qk_norms(arch: Arch) -> Iterator[Kernel]:
         heads = (query_heads, key_heads, head_dim)
         counts = [max(size // (2 * width), 1) for size in ROTARY_BYTES.variants]
         for each in counts:
-            yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.NEOX, True, each)
-        yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.INTERLEAVED, True, counts[-1])
-        yield QKNormRope(arch, dtype, dtype, *heads, width, False, Rotary.NEOX, False, counts[-1])
+            yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.NEOX, head_dim, dtype, each)
+            yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.NEOX, head_dim, torch.float8_e4m3fn, each)
+        yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.INTERLEAVED, head_dim, dtype, counts[-1])
+        yield QKNormRope(arch, dtype, dtype, *heads, width, False, Rotary.NEOX, head_dim, None, counts[-1])
+        if head_dim == 128:
+            yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.NEOX, head_dim // 2, dtype, counts[-1])
         if norm:
-            yield QKNormRope(arch, dtype, fp32, *heads, width, True, Rotary.NONE, False, 1)
+            yield QKNormRope(arch, dtype, fp32, *heads, width, True, Rotary.NONE, head_dim, None, 1)
 
 
 def _activations(arch: Arch) -> Iterator[Kernel]:
@@ -154,6 +177,32 @@ def _moe(arch: Arch) -> Iterator[Kernel]:
         bf16 = torch.bfloat16
         for accumulate in (False, True):
             yield Combine(arch, k, hidden, bf16, bf16, bf16 if bias else None, accumulate, VECTOR_BYTES)
+
+
+def _attention(arch: Arch) -> Iterator[Kernel]:
+    for head_dim in HEAD_DIMS:
+        for wide_group in (False, True):
+            for cache_dtype in (torch.bfloat16, torch.float8_e4m3fn):
+                yield DecodeAttention(arch, torch.bfloat16, cache_dtype, head_dim, wide_group, block_tiles=1)
+
+
+def _mxfp4_experts(arch: Arch) -> Iterator[Kernel]:
+    experts, hidden, intermediate = MXFP4_EXPERTS
+    tiles = (2 * intermediate // TILE_ROWS, hidden // TILE_ROWS)
+    for shape in EXPERT_SHAPES.variants:
+        first, second = (stream(shape, columns // BLOCK, TILE_BYTES) for columns in (hidden, intermediate))
+        yield ExpertLinear(arch, experts, tiles[0], first, gated=True, early=False)
+        yield ExpertLinear(arch, experts, tiles[1], second, gated=False, early=True)
+    yield ExpertGemm(arch, experts, tiles[0], gemm(hidden // BLOCK, TILE_BYTES), gated=True)
+    yield ExpertGemm(arch, experts, tiles[1], gemm(intermediate // BLOCK, TILE_BYTES), gated=False)
+
+
+def _small_linears(arch: Arch) -> Iterator[Kernel]:
+    for inputs in LINEAR_INPUTS:
+        for tiles, shape in enumerate(LINEAR_SHAPES.variants, 1):
+            warps = shape.warps_for(inputs // COLUMNS)
+            for wide in (False, True):
+                yield SmallLinear(arch, inputs, warps, shape.ahead, shape.per_sm, tiles, wide)
 
 
 def _all_reduces(arch: Arch) -> Iterator[Kernel]:

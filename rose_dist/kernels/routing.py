@@ -71,24 +71,6 @@ class Routing:
     counts: Tensor | None = None
 
 
-def topk_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest logits of a token, weighted by the softmax over those k alone (GPT-OSS).
-
-    Args:
-        logits: [tokens, experts].
-        k: experts a token, 1 ≤ k ≤ experts.
-
-    Returns:
-        ids: int32 [tokens, k], best first.
-        weights: fp32 [tokens, k], each row sums to 1.
-    """
-    if logits.is_cuda:
-        routing = route(logits, Router(k))
-        return routing.ids, routing.weights
-    values, ids = torch.topk(logits, k, dim=-1)
-    return ids.to(torch.int32), torch.softmax(values.float(), dim=-1)
-
-
 def route(
     logits: Tensor, router: Router, *, bias: Tensor | None = None, counts: bool = False, live_rows: Tensor | None = None
 ) -> Routing:

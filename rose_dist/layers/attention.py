@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rose_dist.comm.group import Group
-from rose_dist.kernels.attention import paged_attention
-from rose_dist.kernels.rotary import apply_rotary
+from rose_dist.comm.tensor_group import TensorGroup
+from rose_dist.kernels.rotary import rotate_and_store
 from rose_dist.layers.forward_batch import GroupBatch
 from rose_dist.layers.linear import Linear, PackedLinear
 from rose_dist.layers.weights import Piece, Weight, copy_into, parameter
@@ -64,7 +63,7 @@ class HeadShare:
 class Attention(nn.Module):
     """The whole block: q, k and v projections, rotary, cache write, attention, output projection."""
 
-    def __init__(self, hidden: int, heads: HeadShare, *, tp: Group, dtype: torch.dtype) -> None:
+    def __init__(self, hidden: int, heads: HeadShare, *, tp: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__()
         self.heads = heads
         self.tp = tp
@@ -87,22 +86,19 @@ class Attention(nn.Module):
         """
         Args:
             x: [tokens, hidden], normalised.
-            cos, sin: [tokens, 1, head_dim / 2].
+            cos, sin: fp32 [tokens, head_dim / 2].
             layer: this layer's place in its KV group.
 
         Returns:
             [tokens, hidden], summed over the tensor-parallel group.
         """
-        tokens, key_heads = x.shape[0], self.heads.local_key_heads
-        query_heads = self.sinks.shape[0]
-        qkv = self.qkv_proj(x).view(tokens, query_heads + 2 * key_heads, self.heads.head_dim)
-        apply_rotary(qkv[:, :-key_heads], cos, sin)
-        q, k, v = qkv.split([query_heads, key_heads, key_heads], dim=1)
-        keys, values = batch.storage.keys[layer], batch.storage.values[layer]
-        keys.index_copy_(0, batch.slots, k)
-        values.index_copy_(0, batch.slots, v)
-        parts = [paged_attention(q, keys, values, block, self.scale, self.sinks) for block in batch.blocks]
-        attended = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else q
+        key_heads = self.heads.local_key_heads
+        qkv = self.qkv_proj(x).view(x.shape[0], self.sinks.shape[0] + 2 * key_heads, self.heads.head_dim)
+        cache = batch.storage.layer(layer, batch.slots)
+        q = rotate_and_store(qkv, key_heads, cos, sin, cache)
+        attended = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for work in batch.work:
+            work.attend(q, cache.keys, cache.values, self.sinks, self.scale, attended)
         out: Tensor = self.o_proj(attended.flatten(1))
         self.tp.all_reduce(out)
         return out

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, pad
 
-from rose_dist.comm.group import Group
-from rose_dist.kernels.linear import linear
+from rose_dist.comm.tensor_group import TensorGroup
+from rose_dist.kernels.embedding import embed
+from rose_dist.kernels.projection import project
 from rose_dist.layers.weights import Piece, Weight, copy_into, length, parameter, share
 
 
 class VocabParallelEmbedding(nn.Module):
     """Rows of the vocabulary on each rank; a token's vector comes from the rank that holds it, by all-reduce."""
 
-    def __init__(self, vocab_size: int, hidden: int, *, tp: Group, dtype: torch.dtype) -> None:
+    def __init__(self, vocab_size: int, hidden: int, *, tp: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__()
         self.shape = (vocab_size, hidden)
         self.tp = tp
@@ -25,12 +25,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """int64 [tokens] → [tokens, hidden], the same on every rank."""
-        if self.tp.size == 1:
-            return embedding(token_ids, self.weight)
-        local = token_ids - self.part.start
-        elsewhere = (local < 0) | (local >= length(self.part))
-        vectors = embedding(local.masked_fill(elsewhere, 0), self.weight)
-        vectors[elsewhere] = 0
+        vectors = embed(token_ids, self.weight, first_id=self.part.start)
         self.tp.all_reduce(vectors)
         return vectors
 
@@ -54,14 +49,9 @@ class OutputHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor | None:
         """[rows, hidden] → fp32 [rows, vocabulary] on the group's first rank, None on the others."""
-        logits = linear(hidden, self.weight).float()
-        if self.tp.size == 1:
-            return logits
+        logits = project(hidden, self.weight, out_dtype=torch.float32)
         widths = [length(share(self.shape[0], self.tp.size, rank)) for rank in range(self.tp.size)]
-        parts = self.tp.gather(pad(logits, (0, widths[0] - logits.shape[1])))
-        if parts is None:
-            return None
-        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+        return self.tp.gather_columns(logits, widths)
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         if not self.tied:

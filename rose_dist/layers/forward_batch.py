@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rose_dist.kernels.attention import AttentionBlock
+from rose_dist.kernels.qk_norm import PagedCache
+from rose_dist.layers.attention_work import AttentionWork
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,11 @@ class KVGroup:
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         return 2 * len(self.layers) * self.key_heads * self.head_dim * dtype.itemsize
 
-    def storage(self, slots: int, dtype: torch.dtype) -> KVStorage:
-        """On the CPU. Zeros, since padding reads slots that were never written; memory is taken as it is written."""
-        shape = (len(self.layers), slots, self.key_heads, self.head_dim)
+    def storage(self, slots: int, dtype: torch.dtype, device: torch.device) -> KVStorage:
+        """Zeros, since padding reads slots that were never written. One slot more than asked for: `KVStorage.spare`."""
+        shape = (len(self.layers), slots + 1, self.key_heads, self.head_dim)
+        if device.type != "cpu":
+            return KVStorage(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
         # numpy's zeros are pages that the kernel has yet to map, torch's are written: 2 GB a rank with 32,768 tokens.
         keys, values = (
             torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
@@ -45,29 +48,40 @@ class KVStorage:
     keys: Tensor
     values: Tensor
 
+    @property
+    def spare(self) -> int:
+        """The last slot, which belongs to no block: rows that only fill up a batch write there."""
+        return self.keys.shape[1] - 1
+
+    def layer(self, place: int, slots: Tensor) -> PagedCache:
+        return PagedCache(self.keys[place], self.values[place], slots)
+
 
 @dataclass(frozen=True)
 class GroupBatch:
     """Where one KV group writes and reads in this step.
 
     slots: int64 [tokens], the flat cache slot of each token.
-    blocks: the attention work; their rows follow one another and cover all tokens.
+    work: the attention work; its rows follow one another and cover all tokens.
     """
 
     storage: KVStorage
     slots: Tensor
-    blocks: tuple[AttentionBlock, ...]
+    work: tuple[AttentionWork, ...]
 
 
 @dataclass(frozen=True)
 class ForwardBatch:
     """
     token_ids, positions: int64 [tokens].
-    logits_rows: int64 [rows], the tokens whose next-token logits are wanted.
+    logits_rows: int64 [rows], the tokens whose next-token logits are wanted; None: all, in order.
     groups: one entry a KV group of the model, in its order.
+    live_rows: int32 [1] on the device: tokens from there on only fill up the batch, and no expert computes them. None:
+        all are live.
     """
 
     token_ids: Tensor
     positions: Tensor
-    logits_rows: Tensor
+    logits_rows: Tensor | None
     groups: tuple[GroupBatch, ...]
+    live_rows: Tensor | None = None

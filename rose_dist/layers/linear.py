@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from rose_dist.kernels.linear import linear
+from rose_dist.kernels.projection import project
 from rose_dist.layers.weights import Piece, Weight, copy_into, length, parameter
 
 
@@ -44,7 +44,7 @@ class Linear(nn.Module):
         self.bias = parameter(length(self.part[0]), dtype=dtype) if bias and adds_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return project(x, self.weight, self.bias)
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         yield Weight((Piece.of(prefix + "weight", self.shape, *self.part),), copy_into(self.weight))
@@ -73,7 +73,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[rows, inputs] → [rows, Σ members' rows]."""
-        return linear(x, self.weight, self.bias)
+        return project(x, self.weight, self.bias)
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         parent = prefix.rsplit(".", 2)[0]

@@ -53,8 +53,8 @@ class RotaryConfig:
         low, high = max(low, 0.0), min(high, self.head_dim - 1.0)
         return low, high if high > low else low + 0.001
 
-    def tables(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [max_positions, 1, head_dim / 2] of `dtype`, scaled by the concentration."""
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """cos and sin, each fp32 [max_positions, head_dim / 2], scaled by the concentration."""
         positions = torch.arange(self.max_positions, dtype=torch.float32)
-        angles = torch.outer(positions, self.inverse_frequencies)[:, None]
-        return (angles.cos() * self.concentration).to(dtype), (angles.sin() * self.concentration).to(dtype)
+        angles = torch.outer(positions, self.inverse_frequencies)
+        return angles.cos() * self.concentration, angles.sin() * self.concentration

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from rose_dist.comm.all_to_all.create import create as create_all_to_all
+from rose_dist.comm.all_to_all.local_gpu import GpuOptions
 from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig
-from rose_dist.comm.group import Group
+from rose_dist.comm.gpu_group import GpuGroup
 from rose_dist.comm.layout import LayoutError
-from rose_dist.comm.world import Groups
+from rose_dist.comm.tensor_group import TensorGroup
 from rose_dist.layers.attention import Attention, HeadShare
 from rose_dist.layers.embedding import OutputHead, VocabParallelEmbedding
+from rose_dist.layers.experts import Experts, ExpertShare
 from rose_dist.layers.forward_batch import ForwardBatch, GroupBatch, KVGroup
-from rose_dist.layers.moe import Experts, ExpertShare, MoE
+from rose_dist.layers.moe import MoE
 from rose_dist.layers.norm import RMSNorm
+from rose_dist.models.build_options import BuildOptions
 from rose_dist.models.gpt_oss_config import GptOssConfig
 
 
@@ -24,28 +26,31 @@ class GptOssDecoderLayer(nn.Module):
         config: GptOssConfig,
         heads: HeadShare,
         held: ExpertShare,
-        tp: Group,
+        tp: TensorGroup,
         exchange: AllToAll,
-        dtype: torch.dtype,
+        options: BuildOptions,
     ) -> None:
         super().__init__()
-        hidden = config.hidden_size
+        hidden, dtype = config.hidden_size, options.dtype
         self.input_layernorm = RMSNorm(hidden, config.rms_norm_eps, dtype)
         self.self_attn = Attention(hidden, heads, tp=tp, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(hidden, config.rms_norm_eps, dtype)
         experts = Experts(
-            hidden, config.intermediate_size, held, limit=config.swiglu_limit, mxfp4=config.mxfp4, dtype=dtype
-        )
+            hidden, config.intermediate_size, held, limit=config.swiglu_limit,
+            stored="mxfp4" if config.mxfp4 else "bf16", kept=options.moe_weights, dtype=dtype,
+        )  # fmt: skip
         self.mlp = MoE(hidden, experts, config.num_experts_per_tok, exchange, dtype=dtype)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, place: int, batch: GroupBatch
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, place: int, batch: GroupBatch,
+        live_rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The layer's output, [tokens, hidden], is the sum of the two tensors returned; the next layer adds them.
 
         Args:
             x, residual: the summands of the input; residual None is zero.
             place: this layer's place in its KV group, whose part of the step is `batch`.
+            live_rows: as in `ForwardBatch`.
         """
         if residual is None:
             normed, residual = self.input_layernorm(x), x
@@ -53,39 +58,29 @@ class GptOssDecoderLayer(nn.Module):
             normed, residual = self.input_layernorm.add(x, residual)
         attended = self.self_attn(normed, cos, sin, place, batch)
         normed, residual = self.post_attention_layernorm.add(attended, residual)
-        return self.mlp(normed), residual
+        return self.mlp(normed, live_rows), residual
 
 
 class GptOssModel(nn.Module):
     """Embedding, decoder layers and the last norm."""
 
-    def __init__(self, config: GptOssConfig, groups: Groups, max_tokens: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: GptOssConfig, tp: TensorGroup, exchange: AllToAll, options: BuildOptions) -> None:
         super().__init__()
-        place, layout = groups.place, groups.layout
+        dtype, place, layout = options.dtype, options.groups.place, options.groups.layout
         heads = HeadShare(
             config.num_attention_heads, config.num_key_value_heads, config.head_dim, layout.tp, place.tp_rank
         )
         held = ExpertShare(
             config.num_local_experts, place.expert_range(config.num_local_experts), layout.expert_tp, place.expert_slice
         )
-        exchange = create_all_to_all(
-            AllToAllConfig(
-                num_experts=config.num_local_experts,
-                top_k=config.num_experts_per_tok,
-                hidden=config.hidden_size,
-                max_tokens=max_tokens,
-                dtype=dtype,
-            ),
-            groups,
-        )
         self.exchange = exchange
         self.kv_groups = kv_groups(config, heads)
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp=groups.tp, dtype=dtype)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp=tp, dtype=dtype)
         self.layers = nn.ModuleList(
-            GptOssDecoderLayer(config, heads, held, groups.tp, exchange, dtype) for _ in range(config.num_hidden_layers)
+            GptOssDecoderLayer(config, heads, held, tp, exchange, options) for _ in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.cos, self.sin = config.rotary.tables(dtype)
+        self.cos, self.sin = config.rotary.tables()
         self.places = sorted_places(self.kv_groups)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -93,42 +88,73 @@ class GptOssModel(nn.Module):
         cos, sin = self.cos[batch.positions], self.sin[batch.positions]
         x, residual = self.embed_tokens(batch.token_ids), None
         for layer, (group, place) in zip(self.layers, self.places, strict=True):
-            x, residual = layer(x, residual, cos, sin, place, batch.groups[group])
+            x, residual = layer(x, residual, cos, sin, place, batch.groups[group], batch.live_rows)
         assert residual is not None
-        wanted = batch.logits_rows
-        normed: Tensor = self.norm(x[wanted] + residual[wanted])
+        if batch.logits_rows is not None:
+            x, residual = x[batch.logits_rows], residual[batch.logits_rows]
+        normed: Tensor
+        normed, _ = self.norm.add(x, residual)
         return normed
 
 
 class GptOssForCausalLM(nn.Module):
-    def __init__(self, config: GptOssConfig, groups: Groups, max_tokens: int, dtype: torch.dtype) -> None:
-        """
-        Args:
-            max_tokens: most tokens of one step on one rank.
-            dtype: of weights and activations.
-
-        Raises:
-            LayoutError: the heads can't be split over the tensor-parallel ranks.
-        """
+    def __init__(self, config: GptOssConfig, options: BuildOptions) -> None:
+        """Raises `LayoutError` if the heads can't be split over the tensor-parallel ranks."""
         super().__init__()
-        check_layout(config, groups.layout.tp)
+        check_layout(config, options.groups.layout.tp)
         self.config = config
-        self.model = GptOssModel(config, groups, max_tokens, dtype)
-        self.lm_head = OutputHead(self.model.embed_tokens, tied=config.tie_word_embeddings)
+        self.tp = _tensor_group(config, options)
+        exchange = _exchange(config, options, self.tp)
+        with options.device:
+            self.model = GptOssModel(config, self.tp, exchange, options)
+            self.lm_head = OutputHead(self.model.embed_tokens, tied=config.tie_word_embeddings)
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
         return self.model.kv_groups
 
     @property
+    def query_heads(self) -> int:
+        """Of this rank."""
+        return self.config.num_attention_heads // self.tp.size
+
+    @property
     def rows_sent(self) -> int:
         """Rows sent to experts of other ranks since start."""
         return self.model.exchange.rows_sent
+
+    def check(self) -> None:
+        """Raise if a kernel has waited for another in vain; to be called after a step, reads host memory only."""
+        self.model.exchange.check()
 
     def forward(self, batch: ForwardBatch) -> Tensor | None:
         """fp32 [wanted rows, vocabulary] on the first rank of each tensor-parallel group, None on the others."""
         logits: Tensor | None = self.lm_head(self.model(batch))
         return logits
+
+
+def _tensor_group(config: GptOssConfig, options: BuildOptions) -> TensorGroup:
+    group = options.groups.tp
+    if options.device.type == "cpu" or group.size == 1:
+        return group
+    return GpuGroup.create(
+        group, options.device, hidden=config.hidden_size, dtype=options.dtype, max_rows=options.max_tokens,
+        max_elements=options.max_rows * config.vocab_size,
+    )  # fmt: skip
+
+
+def _exchange(config: GptOssConfig, options: BuildOptions, tp: TensorGroup) -> AllToAll:
+    sizes = AllToAllConfig(
+        num_experts=config.num_local_experts,
+        top_k=config.num_experts_per_tok,
+        hidden=config.hidden_size,
+        max_tokens=options.max_tokens,
+        dtype=options.dtype,
+    )
+    if options.device.type == "cpu":
+        return create_all_to_all(sizes, options.groups)
+    gpu = GpuOptions(device=options.device, rank=options.groups.place.rank)
+    return create_all_to_all(sizes, options.groups, gpu, tp.reduce if isinstance(tp, GpuGroup) else None)
 
 
 def check_layout(config: GptOssConfig, tp: int) -> None:

@@ -4,35 +4,38 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
-from rose_dist.comm.world import Groups
+from rose_dist.models.build_options import BuildOptions
 from rose_dist.models.checkpoint import CheckpointError, Progress, list_tensors, load, named_weights, read_config
 from rose_dist.models.gpt_oss import GptOssForCausalLM
 from rose_dist.models.gpt_oss_config import GptOssConfig
 from rose_dist.models.gpt_oss_layouts import hugging_face_names
+from rose_dist.models.presets import PRESETS
+from rose_dist.models.random_weights import fill_randomly
 
 
 def read_model_config(folder: Path) -> GptOssConfig:
-    """The configuration alone; quick, so that mistakes are found before any weight is read."""
-    config = read_config(folder)
+    """The configuration alone; quick, so that mistakes are found before any weight is read. A preset's name stands for
+    its configuration where there is no such folder.
+    """
+    preset = None if folder.exists() else PRESETS.get(str(folder))
+    config = read_config(folder) if preset is None else dict(preset)
     architectures = config.get("architectures", ["GptOssForCausalLM"])
     if architectures != ["GptOssForCausalLM"]:
         raise CheckpointError(f"{folder} holds {', '.join(architectures)}; supported is GptOssForCausalLM")
     return GptOssConfig.from_json(config)
 
 
-def load_model(
-    folder: Path, groups: Groups, *, max_tokens: int, dtype: torch.dtype, progress: Progress | None = None
-) -> GptOssForCausalLM:
-    """Build the model and read this rank's part of its weights.
-
-    Args:
-        max_tokens: most tokens of one step on one rank.
-        dtype: of weights and activations in memory.
-    """
+def load_model(folder: Path, options: BuildOptions, progress: Progress | None = None) -> GptOssForCausalLM:
+    """Build the model and read this rank's part of its weights, straight to its device."""
     config = read_model_config(folder)
     tensors = hugging_face_names(list_tensors(folder), config)
-    model = GptOssForCausalLM(config, groups, max_tokens, dtype)
+    model = GptOssForCausalLM(config, options)
     load(named_weights(model), tensors, progress)
+    return model.eval()
+
+
+def random_model(folder: Path, options: BuildOptions, seed: int = 0) -> GptOssForCausalLM:
+    """The model of a config.json alone, with random weights made on its device."""
+    model = GptOssForCausalLM(read_model_config(folder), options)
+    fill_randomly(model, seed)
     return model.eval()

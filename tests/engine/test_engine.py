@@ -31,7 +31,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Runner:
     """An engine on this process alone, driven in full batches."""
 
-    def __init__(self, folder: Path, **options: int | bool) -> None:
+    def __init__(self, folder: Path, **options: object) -> None:
         world = World.join()
         groups = world.groups(Layout.of(1))
         self.engine = Engine.load(EngineConfig(folder, **options), groups)  # type: ignore[arg-type]

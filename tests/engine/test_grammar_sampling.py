@@ -42,8 +42,10 @@ def with_stop(pattern: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": lark}]})
 
 
-def test_outputs_match_their_grammar_and_others_are_free(spelling: Path) -> None:
-    runner = Runner(spelling)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_outputs_match_their_grammar_and_others_are_free(spelling: Path, overlap: bool) -> None:
+    """With `overlap`, masks are of tokens that were read after the step's forward pass began."""
+    runner = Runner(spelling, overlap=overlap)
     requests = [
         constrained("digits", with_stop("[0-9]{3}-[0-9]{2}"), temperature=0),
         constrained("word", with_stop("(yes|no)"), temperature=1.5),

@@ -22,7 +22,12 @@ CLIENT = b"client"
 class Harness:
     """Runs steps with a model whose next token is a function of all tokens before it, read from the cache's slots."""
 
-    def __init__(self, blocks: int, window: int | None, window_blocks: int, budget: int, running: int) -> None:
+    def __init__(
+        self, blocks: int, window: int | None, window_blocks: int, budget: int, running: int, *, ahead: bool = False
+    ) -> None:
+        """`ahead`: each step is planned before the results of the one before are taken in."""
+        self.ahead = ahead
+        self.under_way: tuple[Plan, list[Sampled]] | None = None
         specs = [GroupSpec(blocks, None)]
         if window is not None:
             specs.append(GroupSpec(window_blocks, window))
@@ -41,9 +46,13 @@ class Harness:
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, str | None] = {}
 
-    def add(self, name: str, prompt: list[int], max_tokens: int) -> None:
+    def add(self, name: str, prompt: list[int], max_tokens: int, stop_ids: tuple[int, ...] = ()) -> None:
         request = Generate(
-            request_id=name, prompt=prompt, sampling=SamplingParams(temperature=0, seed=1), max_tokens=max_tokens
+            request_id=name,
+            prompt=prompt,
+            sampling=SamplingParams(temperature=0, seed=1),
+            max_tokens=max_tokens,
+            stop_ids=list(stop_ids),
         )
         refusal = self.scheduler.add(CLIENT, request)
         self.outputs[name] = []
@@ -53,24 +62,36 @@ class Harness:
     def step(self) -> Plan:
         plan = self.scheduler.schedule()
         assert plan.step.token_count <= self.scheduler.config.max_step_tokens
-        assert bool(plan.step.sequences) == self.scheduler.has_work
+        assert self.ahead or bool(plan.step.sequences) == self.scheduler.has_work
         sampled = []
+        before, self.under_way = self.under_way, None
         for request, sequence in zip(plan.requests, plan.step.sequences, strict=True):
+            assert sequence.end < request.limit
+            tokens = request.tokens if before is None else known(request.tokens, before[1])
             for group, (first, blocks) in enumerate(sequence.tables):
                 window = self.kv.groups[group].window
                 slots = self.slots[group]
                 for position in range(sequence.start, sequence.end):
-                    slots[slot(first, blocks, position)] = hash(tuple(request.tokens[: position + 1]))
+                    slots[slot(first, blocks, position)] = hash(tuple(tokens[: position + 1]))
                     # Everything that this token sees must be what the request has there.
                     seen = range(0 if window is None else max(0, position - window + 1), position + 1)
-                    assert all(slots[slot(first, blocks, p)] == hash(tuple(request.tokens[: p + 1])) for p in seen)
+                    assert all(slots[slot(first, blocks, p)] == hash(tuple(tokens[: p + 1])) for p in seen)
             if sequence.sample:
-                sampled.append(Sampled(next_token(request.tokens)))
-        for client, output in self.scheduler.complete(plan, sampled):
-            assert client == CLIENT
-            self.take(output)
+                sampled.append(Sampled(next_token(tokens)))
+        self.finish(before)
+        self.scheduler.launched(plan)
+        self.under_way = (plan, sampled)
+        if not self.ahead:
+            self.finish(self.under_way)
+            self.under_way = None
         self.check_pools()
         return plan
+
+    def finish(self, under_way: tuple[Plan, list[Sampled]] | None) -> None:
+        if under_way is not None:
+            for client, output in self.scheduler.complete(*under_way):
+                assert client == CLIENT
+                self.take(output)
 
     def take(self, output: Output) -> None:
         assert output.request_id not in self.finished
@@ -85,6 +106,11 @@ class Harness:
             holders = Counter(block for request in requests for block in request.tables[group].blocks)
             assert all(pool._holders[block] == holders[block] for block in range(pool.size))
             assert pool.used == len(holders)
+
+
+def known(tokens: list[int], sampled: list[Sampled]) -> list[int]:
+    """With what the step under way has sampled in place of its row."""
+    return [sampled[-1 - token].token if token < 0 else token for token in tokens]
 
 
 def slot(first: int, blocks: list[int], position: int) -> int:
@@ -117,6 +143,8 @@ arrivals = st.lists(st.tuples(prompts, st.integers(1, 20), st.integers(0, 4)), m
     window=st.sampled_from([None, 1, 4, 6, 16]),
     budget=st.integers(1, 24),
     running=st.integers(1, 6),
+    ahead=st.booleans(),
+    stop_ids=st.sampled_from([(), tuple(range(0, VOCABULARY, 6))]),
 )
 @settings(max_examples=300)
 def test_every_request_gets_its_own_tokens(
@@ -126,18 +154,20 @@ def test_every_request_gets_its_own_tokens(
     window: int | None,
     budget: int,
     running: int,
+    ahead: bool,
+    stop_ids: tuple[int, ...],
 ) -> None:
     window_blocks = running * (-(-(window or 1) // BLOCK) + 1) + -(-max(budget, running) // BLOCK) + running
-    harness = Harness(blocks, window, window_blocks, budget, running)
+    harness = Harness(blocks, window, window_blocks, budget, running, ahead=ahead)
     for number, (prompt, count, pause) in enumerate(arrivals):
-        harness.add(f"r{number}", prompt, count)
+        harness.add(f"r{number}", prompt, count, stop_ids)
         for _ in range(pause):
             harness.step()
         if number in cancels and f"r{number}" not in harness.finished:
             harness.scheduler.cancel(CLIENT, f"r{number}")
             harness.finished[f"r{number}"] = "cancelled"
     for _ in range(5000):
-        if not harness.scheduler.has_work:
+        if not harness.scheduler.has_work and harness.under_way is None:
             break
         harness.step()
     assert not harness.scheduler.has_work
@@ -145,7 +175,9 @@ def test_every_request_gets_its_own_tokens(
     for number, (prompt, count, _) in enumerate(arrivals):
         name = f"r{number}"
         expected = alone(prompt, count)
-        if harness.finished[name] == "length":
+        stopped = next((i + 1 for i, token in enumerate(expected) if token in stop_ids), None)
+        expected = expected[:stopped]
+        if harness.finished[name] in ("length", "stop"):
             assert harness.outputs[name] == expected
         elif harness.finished[name] == "error":
             assert len(prompt) + count > blocks * BLOCK

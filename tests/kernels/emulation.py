@@ -7,6 +7,8 @@ Tensors of an `Emulator` say that they are CUDA tensors. What the functions allo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -16,13 +18,26 @@ from cuda.bindings.driver import CUstream
 
 from rose_dist.kernels import jit, launch
 from rose_dist.kernels.arch import Arch, DeviceInfo
-from rose_dist.kernels.cute import embedding, moe_combine, qk_norm, quantize, rms_norm, routing, swiglu
+from rose_dist.kernels.cute import (
+    embedding,
+    moe_combine,
+    mxfp4_experts,
+    mxfp4_experts_prefill,
+    paged_attention_decode,
+    qk_norm,
+    quantize,
+    rms_norm,
+    routing,
+    small_linear,
+    swiglu,
+)  # fmt: skip
 from tests.ptx.cutedsl import Compiled, compile_kernel
 from tests.ptx.machine import Machine
 
 _CACHES = (
     rms_norm.launcher, quantize.quantizer, quantize.dequantizer, qk_norm.launcher, swiglu.launcher,
-    routing.launcher, embedding.launcher, moe_combine.launcher,
+    routing.launcher, embedding.launcher, moe_combine.launcher, mxfp4_experts.launcher,
+    mxfp4_experts_prefill.launcher, paged_attention_decode.launcher, small_linear.launcher,
 )  # fmt: skip
 
 _EMPTY = torch.empty
@@ -55,6 +70,7 @@ class Emulator:
         self.machine = Machine()
         self.seed = 0
         self.kernels: list[jit.Kernel] = []
+        self._pending: list[Any] | None = None
 
     def tensor(self, values: torch.Tensor) -> torch.Tensor:
         """A copy on the GPU."""
@@ -82,7 +98,19 @@ class Emulator:
         """What `launch.run` does, interpreted."""
         self.kernels.append(kernel)
         numbers = [launch.address(a) if isinstance(a, torch.Tensor) or a is None else a for a in arguments]
-        self.machine.run(compiled(kernel)(*numbers, stream()), seed=self.seed)
+        launches = compiled(kernel)(*numbers, stream())
+        if self._pending is None:
+            self.machine.run(launches, seed=self.seed)
+        else:
+            self._pending.extend(launches)
+
+    @contextmanager
+    def together(self, seed: int) -> Iterator[None]:
+        """Launches in the context run at its end as one stream, so that dependent ones overlap."""
+        self._pending = []
+        yield
+        launches, self._pending = self._pending, None
+        self.machine.run(launches, seed=seed)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, arch: Arch, sms: int = 4) -> Emulator:

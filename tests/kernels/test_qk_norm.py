@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
 from rose_dist.kernels.errors import KernelArgumentError
-from rose_dist.kernels.qk_norm import PagedCache, Rotary, qk_norm, qk_norm_rope_cache
-from rose_dist.kernels.rotary import apply_rotary
+from rose_dist.kernels.qk_norm import PagedCache, Rotary, qk_norm, qk_norm_rope_cache, rotate
+from rose_dist.kernels.rotary import rotate_and_store
 
 EPS = 1e-6
 
@@ -86,6 +87,80 @@ def test_all_of_it_into_a_paged_cache(gpu: Any, head_dim: int, rotary: Rotary, n
     assert (flat_values[untouched] == -7).all()
 
 
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("norm", [False, True])
+def test_fp8_cache(gpu: Any, head_dim: int, norm: bool) -> None:
+    """Keys and values are rounded once, times the reciprocal scales, and saturate; NaN stays NaN."""
+    tokens, query_heads, key_heads = 3, 4, 2
+    q, k, v = (torch.randn(tokens, h, head_dim).bfloat16() for h in (query_heads, key_heads, key_heads))
+    v[0, 0, :5] = torch.tensor([1e4, -1e4, math.inf, math.nan, 2.0**-9])
+    weights = torch.randn(2, head_dim).bfloat16()
+    cos, sin = yarn_like(tokens, head_dim // 2)
+    slots = torch.tensor([7, -1, 4])
+    keys, values = (gpu.tensor(torch.zeros(8, key_heads, head_dim).to(torch.float8_e4m3fn)) for _ in range(2))
+    moved = gpu.tensor(q)
+    norms = (gpu.tensor(weights[0]), gpu.tensor(weights[1]), EPS) if norm else None
+    cache = PagedCache(keys, values, gpu.tensor(slots), key_scale=0.25, value_scale=0.5)
+    qk_norm_rope_cache(moved, gpu.tensor(k), gpu.tensor(v), cache, gpu.tensor(cos), gpu.tensor(sin), norm=norms)
+    assert_close(gpu.plain(moved), exact_rotary(exact_norm(q, weights[0]) if norm else q, cos, sin, Rotary.NEOX))
+    wanted = exact_rotary(exact_norm(k, weights[1]) if norm else k, cos, sin, Rotary.NEOX) * 4
+    stored_keys, stored_values = gpu.plain(keys), gpu.plain(values)
+    for token in (0, 2):
+        error = (stored_keys[slots[token]].double() - wanted[token]).abs()
+        assert (error <= wanted[token].abs() * 2**-4 + 2**-10 + 1e-5).all()
+        codes = (v[token].float() * 2).clamp(-448, 448).to(torch.float8_e4m3fn)
+        torch.testing.assert_close(stored_values[slots[token]].float(), codes.float(), rtol=0, atol=0, equal_nan=True)
+    untouched = [0, 1, 2, 3, 5, 6]
+    assert not stored_keys.view(torch.uint8)[untouched].any()
+    assert not stored_values.view(torch.uint8)[untouched].any()
+
+
+def test_fp8_cache_on_the_cpu_agrees(gpu: Any) -> None:
+    q, k, v = (torch.randn(5, h, 64).bfloat16() * 9 for h in (4, 2, 2))
+    cos, sin = yarn_like(5, 32)
+    slots = torch.tensor([3, 0, 11, -1, 6])
+    stored = []
+    for move in (lambda x: x, gpu.tensor):
+        blocks = (move(torch.zeros(3, 4, 2, 64).to(torch.float8_e4m3fn)) for _ in range(2))
+        cache = PagedCache(*blocks, move(slots), key_scale=0.1)
+        qk_norm_rope_cache(move(q.clone()), move(k), move(v), cache, move(cos), move(sin))
+        stored.append([gpu.plain(x).view(torch.uint8) for x in (cache.keys, cache.values)])
+    assert torch.equal(stored[0][1], stored[1][1])
+    # A rotated key on the edge between two codes may fall to either side.
+    assert (stored[0][0] != stored[1][0]).sum() <= 2
+
+
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 32), (128, 64), (128, 96), (256, 64)])
+@pytest.mark.parametrize("rotary", [Rotary.NEOX, Rotary.INTERLEAVED])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_partial_rotary(gpu: Any, head_dim: int, rotary_dim: int, rotary: Rotary, dtype: torch.dtype) -> None:
+    """The first elements of a head are rotated among themselves, the others only normed."""
+    tokens, query_heads, key_heads = 3, 4, 2
+    q, k, v = (torch.randn(tokens, h, head_dim).bfloat16() for h in (query_heads, key_heads, key_heads))
+    weights = torch.randn(2, head_dim).bfloat16()
+    cos, sin = yarn_like(tokens, rotary_dim // 2)
+    slots = torch.tensor([5, 0, 2])
+    keys, values = (gpu.tensor(torch.zeros(8, key_heads, head_dim).to(dtype)) for _ in range(2))
+    moved = gpu.tensor(q)
+    norms = (gpu.tensor(weights[0]), gpu.tensor(weights[1]), EPS)
+    cache = PagedCache(keys, values, gpu.tensor(slots))
+    qk_norm_rope_cache(
+        moved, gpu.tensor(k), gpu.tensor(v), cache, gpu.tensor(cos), gpu.tensor(sin), norm=norms, rotary=rotary
+    )
+    wanted = []
+    for x, weight in ((q, weights[0]), (k, weights[1])):
+        normed = exact_norm(x, weight)
+        turned = exact_rotary(normed[..., :rotary_dim], cos, sin, rotary)
+        wanted.append(torch.cat([turned, normed[..., rotary_dim:]], -1))
+    assert_close(gpu.plain(moved), wanted[0])
+    stored = [gpu.plain(x).double()[slots] for x in (keys, values)]
+    if dtype is torch.bfloat16:
+        assert_close(stored[0], wanted[1])
+    else:
+        assert ((stored[0] - wanted[1]).abs() <= wanted[1].abs() * 2**-4 + 2**-9).all()
+    assert torch.equal(stored[1], v.to(dtype).double())
+
+
 @pytest.mark.parametrize("order", ["slots", "heads_first"])
 def test_other_cache_shapes(gpu: Any, order: str) -> None:
     tokens, key_heads, head_dim = 3, 2, 64
@@ -124,13 +199,27 @@ def test_many_heads_go_two_by_two(gpu: Any) -> None:
     assert torch.equal(after[:, 64:], fused[:, 64:])
 
 
-def test_apply_rotary(gpu: Any) -> None:
+def test_rotary_alone(gpu: Any) -> None:
     x = torch.randn(3, 8, 64).bfloat16()
     cos, sin = (t.bfloat16() for t in yarn_like(3, 32))
     moved = gpu.tensor(x)
-    apply_rotary(moved[:, :6], gpu.tensor(cos[:, None]), gpu.tensor(sin[:, None]))
+    rotate(moved[:, :6], gpu.tensor(cos), gpu.tensor(sin), Rotary.NEOX)
     assert_close(gpu.plain(moved)[:, :6], exact_rotary(x[:, :6], cos, sin, Rotary.NEOX))
     assert torch.equal(gpu.plain(moved)[:, 6:], x[:, 6:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_fused_projection_goes_into_the_cache(gpu: Any, dtype: torch.dtype) -> None:
+    """On a GPU by the kernel, which takes 16-bit floats only."""
+    fused = torch.randn(3, 8, 64).to(dtype)
+    cos, sin = yarn_like(3, 32)
+    slots = torch.tensor([5, 0, 3])
+    move, plain = (gpu.tensor, gpu.plain) if dtype == torch.bfloat16 else (torch.clone, torch.clone)
+    keys, values = (move(torch.zeros(6, 2, 64, dtype=dtype)) for _ in range(2))
+    q = rotate_and_store(move(fused), 2, move(cos), move(sin), PagedCache(keys, values, move(slots)))
+    assert_close(plain(q), exact_rotary(fused[:, :4], cos, sin, Rotary.NEOX))
+    assert_close(plain(keys)[slots], exact_rotary(fused[:, 4:6], cos, sin, Rotary.NEOX))
+    assert torch.equal(plain(values)[slots], fused[:, 6:])
 
 
 def test_cpu_path_is_the_same(gpu: Any) -> None:
@@ -170,7 +259,10 @@ def test_many_tokens() -> None:
         ({"q": torch.zeros(2, 4, 96).bfloat16()}, "q: head_dim is 96"),
         ({"k": torch.zeros(2, 2, 128).bfloat16()}, "k: shape"),
         ({"k": torch.zeros(2, 2, 64)}, "k: dtype"),
-        ({"cos": torch.zeros(2, 64)}, "cos: shape"),
+        (
+            {"cos": torch.zeros(2, 64)},
+            "cos: has 64 columns; needs one for two rotated elements: a multiple of 16, at most 32",
+        ),
         ({"positions": torch.zeros(2, dtype=torch.int32)}, "positions: dtype"),
         ({"slots": torch.zeros(3, dtype=torch.int64)}, "slots: shape"),
         ({"keys": torch.zeros(2, 3, 2, 64).bfloat16()}, "cache.keys: block size is 3"),

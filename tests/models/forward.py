@@ -17,6 +17,7 @@ from rose_dist.engine.protocol import Generate, SamplingParams
 from rose_dist.engine.request import Request
 from rose_dist.engine.runner import ModelRunner
 from rose_dist.engine.step import SequenceStep, Step
+from rose_dist.models.build_options import BuildOptions
 from rose_dist.models.loader import load_model
 
 
@@ -30,7 +31,7 @@ def all_logits(
     layout = Layout.of(world.size, **sizes)
     groups = world.groups(layout)
     config = EngineConfig(folder, kv_tokens=8192, max_step_tokens=chunk, max_running=1, prefix_cache=False)
-    model = load_model(folder, groups, max_tokens=chunk, dtype=torch.float32)
+    model = load_model(folder, BuildOptions(groups, chunk))
     runner = ModelRunner(model, config)
     steps = sum(-(-len(prompt) // chunk) for prompt in prompts)
     order = range(min(groups.place.dp_rank, len(prompts)), len(prompts))
@@ -59,4 +60,4 @@ def all_logits(
 @torch.inference_mode()
 def _forward(runner: ModelRunner, step: Step) -> torch.Tensor | None:
     batch = runner._batch(step)
-    return runner.model(replace(batch, logits_rows=torch.arange(batch.token_ids.shape[0])))
+    return runner.model(replace(batch, logits_rows=None))

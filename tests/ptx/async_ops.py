@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tests.ptx import bulk_ops, mbarrier_ops
 from tests.ptx.errors import UnknownInstruction
-from tests.ptx.gang import CopyGroup, Gang
+from tests.ptx.gang import WARP, CopyGroup, Gang
 from tests.ptx.memory_model import Access
 from tests.ptx.ptx_types import ptx_type
 from tests.ptx.spaces import SPACES, load, store
@@ -59,17 +60,18 @@ def _copy(program: Program, instruction: Instruction) -> Step | None:
     """cp.async: the source is read at once, the destination is written when its group is waited for."""
     parts = instruction.parts
     if "commit_group" in parts:
-        return lambda g: g.copy_groups.append(CopyGroup())
+        return _commit
     if "wait_group" in parts or "wait_all" in parts:
         left = program.operands.read(instruction.operands[0], U32) if "wait_group" in parts else None
 
         def wait(g: Gang) -> None:
             keep = int(left(g)[0]) if left is not None else -1
-            open_groups = g.copy_groups
-            finished = open_groups[:-1] if keep <= 0 else open_groups[: -1 - keep]
-            for group in finished if keep >= 0 else open_groups:
-                group.finish()
-            del open_groups[: len(finished)]
+            for warp in g.active_warps():
+                open_groups = g.copy_groups[warp]
+                finished = open_groups[:-1] if keep <= 0 else open_groups[: -1 - keep]
+                for group in finished if keep >= 0 else open_groups:
+                    group.finish()
+                del open_groups[: len(finished)]
 
         return wait
     if "mbarrier" in parts or parts[2] not in ("ca", "cg"):
@@ -81,15 +83,23 @@ def _copy(program: Program, instruction: Instruction) -> Step | None:
     access = Access(size, size)
 
     def run(g: Gang) -> None:
-        lanes = g.active()
-        values = np.zeros((len(lanes), size), np.uint8)
-        amounts = used(g, lanes) if used is not None else np.full(len(lanes), size)
-        read = amounts > 0
-        if read.any():
-            values[read] = load(g, "global", of(g, lanes)[read], access, lanes[read]).view(np.uint8).reshape(-1, size)
-        values[np.arange(size)[None, :] >= amounts[:, None]] = 0
-        targets = to(g, lanes)
-        packed = values.view(np.dtype(f"u{size}") if size <= 8 else np.dtype((np.void, size))).reshape(-1)
-        g.copy_groups[-1].copies.append(lambda: store(g, "shared", targets, packed, access, lanes))
+        active = g.active()
+        for warp in g.active_warps():
+            lanes = active[active // WARP == warp]
+            values = np.zeros((len(lanes), size), np.uint8)
+            amounts = used(g, lanes) if used is not None else np.full(len(lanes), size)
+            read = amounts > 0
+            if read.any():
+                loaded = load(g, "global", of(g, lanes)[read], access, lanes[read])
+                values[read] = loaded.view(np.uint8).reshape(-1, size)
+            values[np.arange(size)[None, :] >= amounts[:, None]] = 0
+            packed = values.view(np.dtype(f"u{size}") if size <= 8 else np.dtype((np.void, size))).reshape(-1)
+            write = partial(store, g, "shared", to(g, lanes), packed, access, lanes)
+            g.copy_groups[warp][-1].copies.append(write)
 
     return run
+
+
+def _commit(g: Gang) -> None:
+    for warp in g.active_warps():
+        g.copy_groups[warp].append(CopyGroup())

@@ -116,7 +116,7 @@ class Gang:
         self.full = True
         self.mask: Array = self.everyone
         self._guarded = False
-        self.copy_groups: list[CopyGroup] = [CopyGroup()]
+        self.copy_groups: list[list[CopyGroup]] = [[CopyGroup()] for _ in range(-(-lanes // WARP))]
         self.bulk_groups: dict[int, list[list[BulkCopy]]] = {}
         self.fuel = 0
         self.strong_reads = 0
@@ -130,6 +130,10 @@ class Gang:
     def active(self) -> Array:
         """Indices of the active lanes."""
         return np.flatnonzero(self.mask)
+
+    def active_warps(self) -> list[int]:
+        """The gang's warps, counted from 0, that have active lanes."""
+        return [w for w in range(-(-self.lanes // WARP)) if self.mask[w * WARP : (w + 1) * WARP].any()]
 
     def put(self, row: Array, value: Array) -> None:
         """Writes a register row under the mask; `value` has the row's dtype."""

@@ -56,10 +56,10 @@ def mma(program: Program, instruction: Instruction) -> Exchange:
     per_lane = 32 // _BITS[of_a]
 
     def run(g: Gang, members: Array) -> None:
-        _whole_warps(g, "mma")
+        warps = _whole_warps(g, "mma")
         a, b, c = (np.stack([np.broadcast_to(r(g), g.lanes) for r in reads_of], axis=1) for reads_of in reads)
         outputs = np.zeros((g.lanes, 4), np.uint32)
-        for start in range(0, g.lanes, WARP):
+        for start in warps:
             warp = slice(start, start + WARP)
             left = _a_fragment(decode(a[warp], of_a), depth, per_lane)
             right = _b_fragment(decode(b[warp], of_b), depth, per_lane)
@@ -73,9 +73,20 @@ def mma(program: Program, instruction: Instruction) -> Exchange:
     return run
 
 
-def _whole_warps(g: Gang, name: str) -> None:
-    if not g.full or g.lanes % WARP:
+def _whole_warps(g: Gang, name: str) -> list[int]:
+    """First lanes of the warps that are here, each of which must be here as a whole."""
+    if g.lanes % WARP:
         raise WarpSyncError(f"{name} needs all lanes of its warp")
+    here = g.mask.reshape(-1, WARP)
+    if (here.any(1) != here.all(1)).any():
+        raise WarpSyncError(f"{name} needs all lanes of its warp")
+    return [int(warp) * WARP for warp in np.flatnonzero(here.all(1))]
+
+
+def _row_lanes(g: Gang, name: str, count: int) -> tuple[Array, Array]:
+    """Lanes of the warps that are here [warps, 32], and those of them that give an address [warps * 8 * count]."""
+    lanes = np.array(_whole_warps(g, name))[:, None] + np.arange(WARP)
+    return lanes, lanes[:, : 8 * count].reshape(-1)
 
 
 def _a_fragment(values: Array, depth: int, per_lane: int) -> Array:
@@ -119,14 +130,14 @@ def ldmatrix(program: Program, instruction: Instruction) -> Exchange:
     where = program.operands.gather_address(instruction.operands[1])
 
     def run(g: Gang, members: Array) -> None:
-        _whole_warps(g, "ldmatrix")
-        addresses = where(g, np.arange(g.lanes)).reshape(-1, WARP)[:, : 8 * count].reshape(-1)
-        lanes = np.arange(g.lanes).reshape(-1, WARP)[:, : 8 * count].reshape(-1)
-        rows = load(g, "shared", addresses, _ROW, lanes).view(np.uint16).reshape(-1, count, 8, 8)
+        warps, lanes = _row_lanes(g, "ldmatrix", count)
+        rows = load(g, "shared", where(g, lanes), _ROW, lanes).view(np.uint16).reshape(-1, count, 8, 8)
         rows = rows.transpose(0, 1, 3, 2) if transposed else rows
         pairs = np.ascontiguousarray(rows).view(np.uint32).reshape(-1, count, WARP)
         for i, put in enumerate(puts):
-            put(g, np.ascontiguousarray(pairs[:, i]).reshape(-1))
+            values = np.zeros(g.lanes, np.uint32)
+            values[warps] = pairs[:, i]
+            put(g, values)
 
     return run
 
@@ -138,14 +149,12 @@ def stmatrix(program: Program, instruction: Instruction) -> Exchange:
     where = program.operands.gather_address(instruction.operands[0])
 
     def run(g: Gang, members: Array) -> None:
-        _whole_warps(g, "stmatrix")
-        pairs = np.stack([np.broadcast_to(r(g), g.lanes).reshape(-1, WARP) for r in reads], axis=1)
+        warps, lanes = _row_lanes(g, "stmatrix", count)
+        pairs = np.stack([np.broadcast_to(r(g), g.lanes)[warps] for r in reads], axis=1)
         rows = np.ascontiguousarray(pairs).view(np.uint16).reshape(-1, count, 8, 8)
         rows = np.ascontiguousarray(rows.transpose(0, 1, 3, 2) if transposed else rows)
-        addresses = where(g, np.arange(g.lanes)).reshape(-1, WARP)[:, : 8 * count].reshape(-1)
-        lanes = np.arange(g.lanes).reshape(-1, WARP)[:, : 8 * count].reshape(-1)
         g.effects += 1
-        store(g, "shared", addresses, words(rows.view(np.uint8).reshape(-1, 16), 16), _ROW, lanes)
+        store(g, "shared", where(g, lanes), words(rows.view(np.uint8).reshape(-1, 16), 16), _ROW, lanes)
 
     return run
 

@@ -102,6 +102,18 @@ def _kernel(head: "re.Match[str]", body: str, line: int) -> Kernel:
     return kernel
 
 
+def _labels(statements: list[tuple[int, str]]) -> list[str]:
+    """Labels of the scope that these statements are in, up to its end: known there before they appear."""
+    found, depth = [], 0
+    for _, statement in statements:
+        depth += {"{": 1, "}": -1}.get(statement, 0)
+        if depth < 0:
+            break
+        if depth == 0 and statement.endswith(":"):
+            found.append(statement[:-1])
+    return found
+
+
 class _Body:
     """Fills a kernel from the statements between its braces."""
 
@@ -112,10 +124,11 @@ class _Body:
 
     def read(self, body: str, line: int) -> None:
         label = ""
-        for number, statement in _statements(body, line):
+        statements = list(_statements(body, line))
+        for index, (number, statement) in enumerate(statements):
             if statement == "{":
-                self.scopes.append({})
                 self.scope_count += 1
+                self.scopes.append({name: f"{name}@{self.scope_count}" for name in _labels(statements[index + 1 :])})
             elif statement == "}":
                 self.scopes.pop()
             elif statement.endswith(":"):
@@ -192,7 +205,7 @@ class _Body:
         if re.match(r"[-+]?(\d|\.\d)", text):
             return _literal(text)
         if re.match(r"[$\w][\w$]*$", text):
-            return Sym(text)
+            return Sym(name)
         raise PtxSyntaxError(f"line {line}: operand not understood: {text!r}")
 
     def _address(self, text: str, line: int) -> Operand:

@@ -154,10 +154,12 @@ def test_misuse() -> None:
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("bf16", torch.bfloat16), ("f16", torch.float16)])
-def test_matrix_multiply_through_ldmatrix(kind: str, dtype: torch.dtype) -> None:
-    """A (16x16 by rows) and B (8x16, its transpose by rows) from shared memory; D = A·Bᵀ + C in fp32."""
+@pytest.mark.parametrize("block", [32, 64])
+def test_matrix_multiply_through_ldmatrix(kind: str, dtype: torch.dtype, block: int) -> None:
+    """A (16x16 by rows) and B (8x16, its transpose by rows) from shared memory; D = A·Bᵀ + C in fp32. By the first
+    warp, whatever the second is about."""
     program = kernel(
-        f"""mov.u32 %r1, %tid.x; ld.param.u64 %d1, [a]; ld.param.u64 %d2, [b]; ld.param.u64 %d3, [c]; mov.u32 %r3, stage;
+        f"""mov.u32 %r1, %tid.x; setp.ge.u32 %p9, %r1, 32; @%p9 bra OTHER; ld.param.u64 %d1, [a]; ld.param.u64 %d2, [b]; ld.param.u64 %d3, [c]; mov.u32 %r3, stage;
         mul.wide.u32 %d4, %r1, 16; add.u64 %d5, %d1, %d4; ld.global.v4.u32 {{%r20, %r21, %r22, %r23}}, [%d5]; shl.b32 %r4, %r1, 4; add.u32 %r5, %r3, %r4;
         st.shared.v4.u32 [%r5], {{%r20, %r21, %r22, %r23}};
         setp.lt.u32 %p1, %r1, 16; add.u64 %d6, %d2, %d4; @%p1 ld.global.v4.u32 {{%r20, %r21, %r22, %r23}}, [%d6]; @%p1 st.shared.v4.u32 [%r5+512], {{%r20, %r21, %r22, %r23}};
@@ -169,7 +171,8 @@ def test_matrix_multiply_through_ldmatrix(kind: str, dtype: torch.dtype) -> None
         shr.u32 %r12, %r1, 2; and.b32 %r13, %r1, 3; shl.b32 %r13, %r13, 1; mad.lo.u32 %r14, %r12, 8, %r13; mul.wide.u32 %d7, %r14, 4; add.u64 %d8, %d3, %d7;
         ld.global.v2.f32 {{%f1, %f2}}, [%d8]; ld.global.v2.f32 {{%f3, %f4}}, [%d8+256];
         mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{%f1, %f2, %f3, %f4}}, {{%r30, %r31, %r32, %r33}}, {{%r34, %r35}}, {{%f1, %f2, %f3, %f4}};
-        st.global.v2.f32 [%d8], {{%f1, %f2}}; st.global.v2.f32 [%d8+256], {{%f3, %f4}};""",
+        st.global.v2.f32 [%d8], {{%f1, %f2}}; st.global.v2.f32 [%d8+256], {{%f3, %f4}}; bra END;
+        OTHER: bar.sync 0; END: ret;""",
         ("u64 a", "u64 b", "u64 c"),
         declarations=SHARED,
     )  # fmt: skip
@@ -177,7 +180,7 @@ def test_matrix_multiply_through_ldmatrix(kind: str, dtype: torch.dtype) -> None
     torch.manual_seed(0)
     a, b, c = torch.randn(16, 16).to(dtype), torch.randn(8, 16).to(dtype), torch.randn(16, 8)
     held = [machine.tensor(t) for t in (a, b, c)]
-    machine.run([launch(program, *held)])
+    machine.run([launch(program, *held, block=block)])
     exact = (a.double() @ b.double().T + c.double()).float()
     assert torch.equal(held[2], exact)
 

@@ -165,3 +165,11 @@ def test_a_block_that_is_no_multiple_of_a_warp() -> None:
     out = machine.zeros(40, torch.int32)
     machine.run([launch(program, out, block=40)])
     assert out.tolist() == [sum(range(32))] * 32 + [sum(range(32, 40))] * 8
+
+
+def test_labels_belong_to_their_scope() -> None:
+    """Two scopes with the same label, each used before it appears, as inlined assembly has them."""
+    scope = "{{ .reg .pred P; setp.lt.u32 P, {a}, %d; @P bra DONE; add.u32 %%r31, %%r31, %d; DONE: }}"
+    text = "mov.u32 %r31, 0; " + scope % (50, 1) + scope % (100, 10) + " mov.u32 {d}, %r31;"
+    got = evaluate(text, ("b32",), "b32", VALUES)
+    assert got.tolist() == [int(v >= 50) + 10 * int(v >= 100) for v in VALUES]

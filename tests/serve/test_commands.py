@@ -47,7 +47,7 @@ def test_chat_remembers_what_was_said(demo_model: Path) -> None:
 
 def test_bench_prints_a_line_of_json_a_batch(demo_model: Path) -> None:
     arguments = ["--batch", "1", "--batch", "2", "--prompt-tokens", "8", "--output-tokens", "3", "--rounds", "1"]
-    bench = rose("bench", str(demo_model), *arguments, "--json")
+    bench = rose("bench", "offline", str(demo_model), *arguments, "--json")
     lines = [json.loads(line) for line in bench.stdout.splitlines()]
     assert [line["batch"] for line in lines] == [1, 2]
     assert all(value > 0 for line in lines for value in line.values())
@@ -63,7 +63,7 @@ def test_bench_prints_a_line_of_json_a_batch(demo_model: Path) -> None:
             "max_running 600 requests need max_step_tokens of at least as many",
         ),
         (["generate", "MODEL", "Hi", "--top-p", "0"], "--top-p"),
-        (["bench", "MODEL", "--dtype", "float8"], "--dtype"),
+        (["bench", "offline", "MODEL", "--dtype", "float8"], "--dtype"),
     ],
 )
 def test_mistakes_are_one_line(demo_model: Path, arguments: list[str], message: str) -> None:

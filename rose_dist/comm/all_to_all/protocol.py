@@ -151,6 +151,10 @@ class AllToAll(Protocol):
         self.combine_send(expert_out, dispatched)
         self.combine_recv(dispatched, out=out, accumulate=accumulate)
 
+    def check(self) -> None:
+        """Raise `WaitExpiredError` if a kernel on a GPU has waited in vain; to be called once a step, after it."""
+        return None
+
     @abstractmethod
     def dispatch_send(
         self,

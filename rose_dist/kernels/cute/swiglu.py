@@ -123,12 +123,14 @@ class GatedActivation(jit.Kernel):
         flat = [part[i] for part in wide for i in range(self.count)]
         if self.gate is Gate.SILU:
             return [_silu(a, Float32(1.0)) * b for a, b in zip(flat[: self.count], flat[self.count :], strict=True)]
-        results = []
-        for gate, linear in zip(flat[0::2], flat[1::2], strict=True):
-            left = cute.arch.fmin(gate, limit, nan=True)
-            right = cute.arch.fmax(cute.arch.fmin(linear, limit, nan=True), Float32(0.0) - limit, nan=True)
-            results.append(_silu(left, alpha) * (right + Float32(1.0)))
-        return results
+        return [clamped_swiglu_value(a, b, alpha, limit) for a, b in zip(flat[0::2], flat[1::2], strict=True)]
+
+
+def clamped_swiglu_value(gate: Any, linear: Any, alpha: Any, limit: Any) -> Any:
+    """`Gate.CLAMPED_SWIGLU` of one pair of fp32."""
+    left = cute.arch.fmin(gate, limit, nan=True)
+    right = cute.arch.fmax(cute.arch.fmin(linear, limit, nan=True), Float32(0.0) - limit, nan=True)
+    return _silu(left, alpha) * (right + Float32(1.0))
 
 
 def _silu(x: Any, alpha: Any) -> Any:

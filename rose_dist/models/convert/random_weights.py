@@ -17,6 +17,7 @@ from rose_dist.models.convert.tensors import Stream, is_expert_matrix, matrix_sh
 from rose_dist.models.convert.writer import DEFAULT_SHARD_BYTES, CheckpointWriter
 from rose_dist.models.gpt_oss_config import GptOssConfig
 from rose_dist.models.gpt_oss_spellings import ConfigError, Layout, Weights, stored_config, to_hf
+from rose_dist.models.presets import PRESETS as PUBLISHED
 
 _RMS_OF_UNIFORM_CODES = math.sqrt(sum(m * m for m in MAGNITUDES) / 8)
 
@@ -38,19 +39,10 @@ _TINY = {
     "rope_ntk_alpha": 1.0,
     "rope_ntk_beta": 32.0,
 }
-_PUBLISHED = {
-    "vocab_size": 201088,
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "head_dim": 64,
-    "num_attention_heads": 64,
-    "sliding_window": 128,
-    "num_key_value_heads": 8,
-}
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "tiny": _TINY,
-    "20b": _TINY | _PUBLISHED | {"num_hidden_layers": 24, "num_experts": 32},
-    "120b": _TINY | _PUBLISHED | {"num_hidden_layers": 36, "num_experts": 128},
+    "20b": PUBLISHED["gpt-oss-20b"],
+    "120b": PUBLISHED["gpt-oss-120b"],
 }
 """Config in OpenAI's spelling: gpt-oss-20b and gpt-oss-120b as published, and one for tests."""
 

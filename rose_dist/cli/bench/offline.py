@@ -1,4 +1,4 @@
-"""`rose bench`: how fast the engine is on this layout, without a server."""
+"""`rose bench offline`: whole requests on this layout, without a server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Figures:
     decode_tokens_per_s: float
 
 
-@click.command("bench")
+@click.command("offline")
 @engine_options
 @click.option("--batch", "batches", type=click.IntRange(min=1), multiple=True, default=(1, 8), show_default=True)
 @click.option("--prompt-tokens", type=click.IntRange(min=1), default=128, show_default=True)
@@ -53,9 +53,8 @@ def command(
         if session is None:
             return
         if not as_json:
-            click.echo(
-                f"{session.engine.groups.layout}, {options.dtype}, {prompt_tokens} tokens in, {output_tokens} out"
-            )
+            engine = session.engine
+            click.echo(f"{engine.groups.layout}, {engine.config.dtype}, {prompt_tokens} tokens in, {output_tokens} out")
             click.echo("batch  first token ms  prefill tok/s  step ms  decode tok/s")
         for batch in batches:
             figures = _measure(session, batch, prompt_tokens, output_tokens, rounds)

@@ -1,0 +1,64 @@
+"""`rose bench prefill`: the time from a prompt to its first token."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from rose_dist.cli.bench.results import plot, table, write
+from rose_dist.cli.engine_options import EngineOptions, engine_options
+from rose_dist.cli.offline import new_request, offline_session, raise_if_refused
+from rose_dist.engine.offline import OfflineSession
+from rose_dist.engine.protocol import SamplingParams
+
+PROFILED = 2
+
+
+@click.command("prefill")
+@engine_options
+@click.option("--prompt-tokens", "lengths", type=click.IntRange(min=1), multiple=True, default=(128, 1024, 4000))
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="After two that warm up.")
+@click.option("--profile/--no-profile", "profiled", default=True, show_default=True, help="Kernel by kernel.")
+@click.option("--results", type=click.Path(file_okay=False, path_type=Path), help="Folder for table, JSON and plot.")
+def command(
+    options: EngineOptions, *, lengths: tuple[int, ...], rounds: int, profiled: bool, results: Path | None
+) -> None:
+    """Time single random prompts of MODEL up to their first token; the median of some."""
+    with offline_session(options) as session:
+        if session is None:
+            return
+        from rose_dist.cli.bench.profile import breakdown  # noqa: PLC0415  imports torch
+
+        rows: list[dict[str, Any]] = []
+        more = ""
+        for length in lengths:
+            times = [_run(session, length) for _ in range(rounds + 2)][2:]
+            seconds = statistics.median(times)
+            row = {"prompt_tokens": length, "ms": seconds * 1e3, "tok_s": length / seconds, "ms_most": max(times) * 1e3}
+            if profiled:
+                found = breakdown(lambda length=length: _run(session, length), PROFILED)  # type: ignore[misc]
+                row["idle_share"] = found.idle
+                more += f"\n## {length} tokens\n\n```\n{found.text()}\n```\n"
+            rows.append(row)
+        click.echo(table(rows))
+        click.echo(more)
+        if results is not None:
+            about = {"model": str(options.model), "layout": str(session.engine.groups.layout)}
+            write(results, "prefill", about, rows, more)
+            plot(results, "prefill", rows, "prompt_tokens", ["ms"])
+
+
+def _run(session: OfflineSession, length: int) -> float:
+    """Seconds. Prompts are drawn anew, so that none is found in the prefix cache."""
+    vocabulary = session.engine.scheduler.vocab_size
+    prompt = [random.randrange(vocabulary) for _ in range(length)]
+    request = new_request(prompt, SamplingParams(temperature=0), 1, frozenset())
+    begun = time.perf_counter()
+    for output in session.run([request]):
+        raise_if_refused(output)
+    return time.perf_counter() - begun

@@ -1,0 +1,62 @@
+"""What the device does during some steps, by torch's profiler."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import DeviceType, ProfilerActivity, profile
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """
+    kernels: name → microseconds and launches a step, the longest first.
+    idle: share of the time in which the device ran nothing, from the first kernel to the last.
+    """
+
+    kernels: dict[str, tuple[float, float]]
+    idle: float
+
+    def text(self, most: int = 20) -> str:
+        total = sum(micros for micros, _ in self.kernels.values())
+        lines = [f"{total:10.1f} us a step in kernels, {self.idle:.1%} of the time in none"]
+        for name, (micros, launches) in list(self.kernels.items())[:most]:
+            lines.append(f"{micros:10.1f} us {micros / max(total, 1e-9):6.1%} {launches:7.1f} x  {name[:110]}")
+        return "\n".join(lines)
+
+
+def breakdown(step: Callable[[], Any], steps: int) -> Breakdown:
+    """Of `steps` calls."""
+    gpu = torch.cuda.is_available()
+    activities = [ProfilerActivity.CUDA] if gpu else [ProfilerActivity.CPU]
+    with profile(activities=activities) as profiler:
+        for _ in range(steps):
+            step()
+        if gpu:
+            torch.cuda.synchronize()
+    kind = DeviceType.CUDA if gpu else DeviceType.CPU
+    events = [event for event in profiler.events() if event.device_type == kind]
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for event in events:
+        entry = sums[event.name]
+        entry[0] += (event.self_device_time_total if gpu else event.self_cpu_time_total) / steps
+        entry[1] += 1 / steps
+    ordered = sorted(sums.items(), key=lambda item: -item[1][0])
+    spans = [(event.time_range.start, event.time_range.end) for event in events]
+    return Breakdown({name: (micros, launches) for name, (micros, launches) in ordered}, idle_share(spans))
+
+
+def idle_share(spans: list[tuple[float, float]]) -> float:
+    """Share of the time from the first span's start to the last one's end that no span covers."""
+    if not spans:
+        return 0.0
+    covered, reached = 0.0, min(start for start, _ in spans)
+    whole = max(end for _, end in spans) - reached
+    for start, end in sorted(spans):
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return 1 - covered / whole if whole else 0.0

@@ -1,0 +1,60 @@
+"""A tensor-parallel group of GPUs: all its collectives are one all-reduce over NVLink, fit for CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rose_dist.comm import all_reduce
+from rose_dist.comm.group import Group
+from rose_dist.comm.symmetric_memory import SymmetricMemory
+from rose_dist.kernels.all_reduce import AllReduce
+
+_BYTES = (0, 8, 16)
+"""Shifts of the bytes of a number that is broadcast: bf16 holds each exactly."""
+
+
+class GpuGroup:
+    """`TensorGroup` on GPUs. What is gathered or broadcast is zero elsewhere, and summed: exact, as long as the values
+    have the all-reduce's dtype.
+    """
+
+    def __init__(self, group: Group, reduce: AllReduce) -> None:
+        self.rank, self.size = group.rank, group.size
+        self.reduce = reduce
+
+    @classmethod
+    def create(
+        cls, group: Group, device: torch.device, *, hidden: int, dtype: torch.dtype, max_rows: int, max_elements: int
+    ) -> GpuGroup:
+        """Collective over `group`. For sums of up to `max_rows` rows of `hidden`, and for gathering `max_elements`."""
+        rows = max(max_rows, -(-max_elements // hidden))
+        size = all_reduce.region_bytes(group.size, hidden=hidden, dtype=dtype, max_rows=rows)
+        memory = SymmetricMemory(group, device, size)
+        return cls(group, all_reduce.create(memory, hidden=hidden, dtype=dtype, max_rows=rows))
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        self.reduce(tensor, tensor)
+
+    def gather_columns(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
+        start = sum(widths[: self.rank])
+        whole = part.new_zeros(part.shape[0], sum(widths))
+        whole[:, start : start + widths[self.rank]] = part
+        total = self._sum(whole.view(-1)).view(whole.shape).to(part.dtype)
+        return total if self.rank == 0 else None
+
+    def broadcast(self, tensor: Tensor) -> None:
+        parts = torch.stack([(tensor >> shift) & 255 for shift in _BYTES])
+        if self.rank != 0:
+            parts.zero_()
+        summed = self._sum(parts.view(-1)).view(parts.shape).long()
+        tensor.copy_(sum(row << shift for row, shift in zip(summed, _BYTES, strict=True)))
+
+    def _sum(self, flat: Tensor) -> Tensor:
+        hidden = self.reduce.sizes.hidden
+        rows = pad(flat.to(self.reduce.sizes.dtype), (0, -flat.numel() % hidden)).view(-1, hidden)
+        self.reduce(rows, rows)
+        return rows.view(-1)[: flat.numel()]

@@ -1,0 +1,24 @@
+"""What layers ask of their tensor-parallel group, on whatever device its tensors are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+
+class TensorGroup(Protocol):
+    """The ranks that hold the same tokens. Every method is collective: all ranks call it, in the same order."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum over the ranks, in place; the bits are the same on every rank."""
+
+    def gather_columns(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
+        """[rows, widths[rank]] of every rank side by side, [rows, Σ widths], on the first rank; None elsewhere."""
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """The first rank's int64 [n] values, from 0 to 2²⁴ − 1, into every rank's tensor, in place."""

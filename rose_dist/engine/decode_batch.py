@@ -1,0 +1,148 @@
+"""The inputs of decode steps, at fixed places on the device, so that a captured graph finds them there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rose_dist.engine.kv_cache import GroupSpec
+from rose_dist.engine.step import SequenceStep, Step
+from rose_dist.kernels.paged_attention import DecodeWorkspace
+from rose_dist.layers.attention_work import PagedDecode
+from rose_dist.layers.forward_batch import ForwardBatch, GroupBatch, KVStorage
+
+
+@dataclass(frozen=True)
+class TableShape:
+    """
+    width: most blocks that a sequence has in its table.
+    """
+
+    width: int
+    window: int | None
+    block_size: int
+
+    @staticmethod
+    def of(spec: GroupSpec, block_size: int, max_context: int) -> TableShape:
+        width = min(spec.blocks, -(-max_context // block_size))
+        if spec.window is not None:
+            # One block where the window begins and one where it ends.
+            width = min(width, -(-spec.window // block_size) + 2)
+        return TableShape(width, spec.window, block_size)
+
+
+class DecodeBatch:
+    """Inputs for up to `rows` sequences of one token each.
+
+    A step writes its numbers into page-locked memory and sends them with one copy of each integer type; of the block
+    tables it sends the rows that have changed. Two such memories take turns: while a step fills one, the copy out of
+    the other may still be under way. The step before that must have ended, which whoever reads its tokens knows.
+    """
+
+    def __init__(
+        self, rows: int, shapes: Sequence[TableShape], storages: Sequence[KVStorage], sampled: Tensor,
+        workspace: DecodeWorkspace | None,
+    ) -> None:  # fmt: skip
+        """`sampled`: the tokens of the step before, see `ModelRunner`."""
+        self.rows, self.shapes, self.storages, self._sampled = rows, tuple(shapes), tuple(storages), sampled
+        self._workspace = workspace
+        device = sampled.device
+        groups = len(self.shapes)
+        # int64: token ids, positions and each group's slots. int32: each group's first blocks and lengths.
+        self._wide = _Input((2 + groups, rows), torch.int64, device)
+        self._narrow = _Input((2 * groups + 1, rows), torch.int32, device)
+        changes = sum(rows * (shape.width + 1) for shape in self.shapes)
+        self._changes = _Input((changes,), torch.int32, device)
+        self._tables = [torch.zeros(rows, shape.width, dtype=torch.int32, device=device) for shape in self.shapes]
+        self._sent: list[list[list[int]]] = [[[] for _ in range(rows)] for _ in self.shapes]
+
+    def forward_batch(self, size: int) -> ForwardBatch:
+        """What the model takes for a batch of `size` rows; all tensors but the token ids stay at their place."""
+        wide, narrow = self._wide.device[:, :size], self._narrow.device[:, :size]
+        live = self._narrow.device[0, :1]
+        given = wide[0]
+        token_ids = torch.where(given < 0, self._sampled[(-1 - given).clamp_(min=0)], given)
+        groups = tuple(
+            GroupBatch(
+                storage,
+                wide[2 + i],
+                (
+                    PagedDecode(
+                        slice(0, size), table[:size], narrow[1 + 2 * i], narrow[2 + 2 * i], shape.window,
+                        shape.block_size, self._workspace, live,
+                    ),
+                ),
+            )
+            for i, (shape, storage, table) in enumerate(zip(self.shapes, self.storages, self._tables, strict=True))
+        )  # fmt: skip
+        return ForwardBatch(token_ids, wide[1], None, groups, live_rows=live)
+
+    def fill(self, step: Step, size: int) -> None:
+        """Send a step's inputs; rows of the `size` that it does not need get token 0 and write to the spare slot."""
+        sequences = step.sequences
+        count = len(sequences)
+        wide, narrow = self._wide.next(), self._narrow.next()
+        narrow[0, 0] = count
+        wide[:2, count:size] = 0
+        wide[0, :count] = [sequence.tokens[0] for sequence in sequences]
+        starts = np.array([sequence.start for sequence in sequences], np.int64)
+        wide[1, :count] = starts
+        for group, (shape, storage) in enumerate(zip(self.shapes, self.storages, strict=True)):
+            first, lengths = narrow[1 + 2 * group], narrow[2 + 2 * group]
+            first[:count] = [sequence.tables[group][0] for sequence in sequences]
+            lengths[:count] = starts + 1
+            first[count:size] = lengths[count:size] = 0
+            last = [sequence.tables[group][1][-1] for sequence in sequences]
+            slots = wide[2 + group]
+            slots[:count] = np.array(last, np.int64) * shape.block_size + starts % shape.block_size
+            slots[count:size] = storage.spare
+        self._wide.send()
+        self._narrow.send()
+        self._send_tables(sequences)
+
+    def _send_tables(self, sequences: Sequence[SequenceStep]) -> None:
+        packed, used = self._changes.next(), 0
+        updates = []
+        for group, (sent, shape) in enumerate(zip(self._sent, self.shapes, strict=True)):
+            held = [sequence.tables[group][1] for sequence in sequences]
+            rows = [row for row, blocks in enumerate(held) if sent[row] != blocks]
+            if not rows:
+                continue
+            width = max(len(held[row]) for row in rows)
+            assert width <= shape.width, f"{width} blocks in a table for {shape.width}"
+            begin, used = used, used + len(rows) * (width + 1)
+            packed[begin : begin + len(rows)] = rows
+            lines = packed[begin + len(rows) : used].reshape(len(rows), width)
+            for line, row in zip(lines, rows, strict=True):
+                sent[row] = held[row]
+                line[: len(held[row])] = held[row]
+            updates.append((group, begin, len(rows), width))
+        if updates:
+            self._changes.send(used)
+        for group, begin, count, width in updates:
+            changes = self._changes.device[begin : begin + count * (width + 1)]
+            self._tables[group][:, :width].index_copy_(0, changes[:count].long(), changes[count:].view(count, width))
+
+
+class _Input:
+    """A tensor on the device and the memories on the host that are sent there in turn."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.device = torch.zeros(shape, dtype=dtype, device=device)
+        locked = device.type == "cuda"
+        self._hosts = [torch.zeros(shape, dtype=dtype, pin_memory=locked) for _ in range(2)]
+
+    def next(self) -> npt.NDArray[np.int64 | np.int32]:
+        """The memory to be filled for the next `send`."""
+        self._hosts.reverse()
+        array: npt.NDArray[np.int64 | np.int32] = self._hosts[0].numpy()
+        return array
+
+    def send(self, count: int | None = None) -> None:
+        """Copy what was filled, or its first `count` elements, in the order of the current stream."""
+        self.device[:count].copy_(self._hosts[0][:count], non_blocking=True)

@@ -1,0 +1,60 @@
+"""Which rows the kernels of the experts multiply together: segments of up to so many rows of one expert.
+
+Segments are numbered by expert, then row. All of this happens in every block, in shared memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rose_dist.kernels import vector
+from rose_dist.kernels.cute.expert_slots import scan_starts, shared_integers
+from rose_dist.kernels.dsl import Int32, Int64, cute, cutlass, range_constexpr
+from rose_dist.kernels.expert_slots import PackedLayout
+from rose_dist.kernels.variants import WARP
+
+
+def load_experts(counts: Any, offsets: Any, rescale: Any, experts: int, threads: int) -> Any:
+    """Number, rows, first row and rescaling's bits of the experts that this thread counts; the last one's beyond."""
+    mine = []
+    for first in range(0, experts, threads):
+        expert = cute.arch.thread_idx()[0] + first
+        at = Int64(vector.min_of(expert, Int32(experts - 1)))
+        start = Int32(vector.scalar(offsets + at * 8, Int64)[0])
+        factor = vector.scalar(rescale + at * 4, Int32)[0]
+        mine.append((expert, vector.scalar(counts + at * 4, Int32)[0], start, factor))
+    return mine
+
+
+@cute.jit
+def count_segments(
+    mine: list[Any], starts: cute.Tensor, rows: cutlass.Constexpr, experts: cutlass.Constexpr,
+    threads: cutlass.Constexpr,
+) -> None:  # fmt: skip
+    """Where each expert's segments start, into Int32 [experts + 1]; the last is their number."""
+    needed, totals = shared_integers(experts), shared_integers(threads // WARP)
+    for i in range_constexpr(len(mine)):
+        expert, count, _, _ = mine[i]
+        if expert < experts:
+            needed[expert] = (count + (rows - 1)) // rows
+    cute.arch.sync_threads()
+    scan_starts(needed, starts, totals, PackedLayout(), experts, threads)
+
+
+@cute.jit
+def list_segments(
+    mine: list[Any], starts: cute.Tensor, segments: list[cute.Tensor], base: Int32, end: Int32,
+    rows: cutlass.Constexpr, experts: cutlass.Constexpr,
+) -> None:  # fmt: skip
+    """Of segments `base` to `end`: the expert, its first row, its rows, and the bits of the rescaling."""
+    for i in range_constexpr(len(mine)):
+        expert, count, start, factor = mine[i]
+        if expert < experts:
+            own = starts[expert]
+            for segment in range(vector.max_of(own, base), vector.min_of(starts[expert + 1], end)):
+                done = (segment - own) * rows
+                segments[0][segment - base] = Int32(expert)
+                segments[1][segment - base] = start + done
+                segments[2][segment - base] = vector.min_of(count - done, Int32(rows))
+                segments[3][segment - base] = factor
+    cute.arch.sync_threads()

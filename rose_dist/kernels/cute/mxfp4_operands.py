@@ -1,0 +1,60 @@
+"""What the MXFP4 expert kernels share: words in shared memory, mbarriers, and weights as tensor core operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rose_dist.kernels import ptx
+from rose_dist.kernels.dsl import Float32, Int64, Uint32, cute
+
+_CODE_MASK = 0x81C081C0
+
+
+def decode(word: Any, scales: Any, which: int) -> Any:
+    """A word's eight codes as four pairs of bfloat16, times the scale in byte `which` of `scales`."""
+    word = Uint32(word)
+    mask = Uint32(_CODE_MASK)
+    pairs = (
+        (word << Uint32(6)) & mask,
+        (word << Uint32(2)) & mask,
+        ptx.rotate_left(word, 28) & mask,
+        (word & Uint32(0x81808180)) | ((word >> Uint32(8)) & Uint32(0x00400040)),
+    )
+    scale = ptx.spread_byte(scales, which) << Uint32(7)
+    return [ptx.multiply_bf16x2(pair, scale) for pair in pairs]
+
+
+def barrier(shared: Any, index: Any) -> Any:
+    """The mbarrier number `index` at the start of the block's shared memory."""
+    return cute.make_ptr(Int64, shared + index * 8, cute.AddressSpace.smem, assumed_align=8)
+
+
+def wait(barrier: Any, phase: Any) -> None:
+    """By whole warps, which tensor cores need together again afterwards."""
+    cute.arch.mbarrier_wait(barrier, phase)
+    cute.arch.sync_warp()
+
+
+def _shared(address: Any, dtype: Any, count: int) -> Any:
+    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=4 * count)
+    return cute.make_tensor(pointer, cute.make_layout(count))
+
+
+def load_shared(address: Any, words: int) -> Any:
+    """1, 2 or 4 u32 at a shared address, in one access."""
+    values = _shared(address, Uint32, words).load()
+    return [values[i] for i in range(words)]
+
+
+def load_shared_floats(address: Any) -> Any:
+    """4 fp32 at a shared address, in one access."""
+    values = _shared(address, Float32, 4).load()
+    return [values[i] for i in range(4)]
+
+
+def store_shared(address: Any, values: Any) -> None:
+    """Store 4 fp32 at a shared address, in one access."""
+    registers = cute.make_rmem_tensor(4, Float32)
+    for i, value in enumerate(values):
+        registers[i] = value
+    _shared(address, Float32, 4).store(registers.load())

@@ -1,0 +1,172 @@
+"""The two linear layers of MXFP4 experts over rows packed by expert, for few rows an expert: weights stay MXFP4."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rose_dist.kernels import checks, launch
+from rose_dist.kernels.arch import DeviceInfo
+from rose_dist.kernels.mxfp4 import BLOCK, dequantize_mxfp4
+from rose_dist.kernels.mxfp4_layout import TILE_BYTES, PackedMxfp4
+from rose_dist.kernels.swiglu import ALPHA, clamped_swiglu
+from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, EXPERT_SHAPES, StreamShape, StreamTiling, gemm, stream
+
+SHARED_BYTES = 232448
+"""A block's shared memory on Hopper and Blackwell."""
+MAX_SEGMENTS = 64 * 64
+"""Most (expert, rows of x at a time) pairs of a launch: each block has room for 64, and there are more SMs than 64."""
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """Whose the rows are, on the rows' device."""
+
+    counts: Tensor
+    """int32 [experts]."""
+    offsets: Tensor
+    """int64 [experts + 1] or [experts]: where each expert's rows start."""
+    most: int
+    """Rows that the largest expert is expected to have: chooses the kernel. More are computed right, but slower."""
+
+
+def expert_swiglu(
+    x: Tensor, weight: PackedMxfp4, bias: Tensor | None, rows: ExpertRows, *, limit: float, alpha: float = ALPHA
+) -> Tensor:
+    """h[r] = clamped_swiglu(weight[e] · x[r] + bias[e]) for the expert e that row r belongs to.
+
+    Args:
+        x: bf16 [rows, columns]; of expert e the rows `offsets[e]` to `offsets[e] + counts[e]`.
+        weight: [experts, 2 · intermediate, columns]; even rows are gates, odd ones linear.
+        bias: bf16 [experts, 2 · intermediate] or None.
+
+    Returns:
+        bf16 [rows, intermediate]. Sums and the activation are fp32, rounded once. Rows of no expert are unwritten. A
+        row's result does not depend on the others'.
+
+    Raises:
+        KernelArgumentError: for shapes, dtypes or devices that don't fit.
+    """
+    _check(x, weight, bias, rows)
+    if not x.is_cuda:
+        return _reference(x, weight, bias, rows, lambda y: clamped_swiglu(y, alpha=alpha, limit=limit))
+    out = torch.empty(x.shape[0], weight.rows // 2, dtype=x.dtype, device=x.device)
+    _launch(x, weight, bias, rows, out, gated=True, early=False, alpha=alpha, limit=limit)
+    return out
+
+
+def expert_linear(
+    x: Tensor, weight: PackedMxfp4, bias: Tensor | None, rows: ExpertRows, *, early: bool = False
+) -> Tensor:
+    """y[r] = weight[e] · x[r] + bias[e], as `expert_swiglu` without its activation.
+
+    Args:
+        early: `rows` was complete before the launch just before this one, such as `expert_swiglu`, began its own work.
+            Weights are then fetched while that one still runs.
+    """
+    _check(x, weight, bias, rows)
+    if not x.is_cuda:
+        return _reference(x, weight, bias, rows, lambda y: y)
+    out = torch.empty(x.shape[0], weight.rows, dtype=x.dtype, device=x.device)
+    _launch(x, weight, bias, rows, out, gated=False, early=early, alpha=0.0, limit=0.0)
+    return out
+
+
+def tiling(weight: PackedMxfp4, shape: StreamShape) -> StreamTiling:
+    """`shape` for a weight's columns. Raises `KernelArgumentError` where a block's shared memory can't hold it."""
+    result = stream(shape, weight.columns // BLOCK, TILE_BYTES)
+    needed = result.shared_bytes + 2048 + 8 * weight.experts
+    if needed > SHARED_BYTES:
+        raise checks.fail(
+            "weight", f"has {weight.experts} experts and {weight.columns} columns, which take {needed} bytes of shared "
+            f"memory; there are {SHARED_BYTES}"
+        )  # fmt: skip
+    return result
+
+
+def _reference(x: Tensor, weight: PackedMxfp4, bias: Tensor | None, rows: ExpertRows, activation: object) -> Tensor:
+    assert callable(activation)
+    out: Tensor | None = None
+    for expert, (start, count) in enumerate(zip(rows.offsets.tolist(), rows.counts.tolist(), strict=False)):
+        if not count:
+            continue
+        part = slice(start, start + count)
+        y = x[part].float() @ dequantize_mxfp4(*weight.load(expert), torch.float32).T
+        y = activation(y if bias is None else y + bias[expert].float())
+        if out is None:
+            out = x.new_zeros(x.shape[0], y.shape[1])
+        out[part] = y.to(x.dtype)
+    return activation(x.new_zeros(x.shape[0], weight.rows)) if out is None else out
+
+
+def _launch(
+    x: Tensor, weight: PackedMxfp4, bias: Tensor | None, rows: ExpertRows, out: Tensor, *, gated: bool, early: bool,
+    alpha: float, limit: float,
+) -> None:  # fmt: skip
+    if x.shape[0] == 0:
+        return
+    if rows.most >= EXPERT_GEMM_ROWS:
+        launch_gemm(x, weight, bias, rows, out, gated=gated, alpha=alpha, limit=limit)
+        return
+    shape = EXPERT_SHAPES.select(rows.most)
+    if weight.experts + x.shape[0] // shape.rows > MAX_SEGMENTS:
+        raise checks.fail("x", f"has {x.shape[0]} rows; at most {(MAX_SEGMENTS - weight.experts) * shape.rows} fit")
+    launch_tiling(
+        x, weight, bias, rows, out, tiling(weight, shape), launch.device(x), gated=gated, early=early, alpha=alpha,
+        limit=limit,
+    )  # fmt: skip
+
+
+def launch_tiling(
+    x: Tensor, weight: PackedMxfp4, bias: Tensor | None, rows: ExpertRows, out: Tensor, tiling: StreamTiling,
+    device: DeviceInfo, *, gated: bool, early: bool, alpha: float, limit: float,
+) -> None:  # fmt: skip
+    """The kernel with a tiling of the caller's choice; arguments are checked before."""
+    from rose_dist.kernels.cute import mxfp4_experts as cute  # noqa: PLC0415 - it loads the compiler
+
+    launcher = cute.launcher(device.arch, weight.experts, weight.data.shape[1], tiling, gated, early)
+    launch.run(
+        launcher, x, weight.data, weight.rescale, bias, x, rows.counts, rows.offsets, out, alpha, limit, device.sms
+    )
+
+
+def launch_gemm(
+    x: Tensor, weight: PackedMxfp4, bias: Tensor | None, rows: ExpertRows, out: Tensor, *, gated: bool, alpha: float,
+    limit: float,
+) -> None:  # fmt: skip
+    """The kernel for many rows; arguments are checked before."""
+    from rose_dist.kernels.cute import mxfp4_experts_prefill as cute  # noqa: PLC0415 - it loads the compiler
+
+    tiling, device = gemm(weight.columns // BLOCK, TILE_BYTES), launch.device(x)
+    if weight.experts + x.shape[0] // tiling.rows > cute.SEGMENTS:
+        raise checks.fail("x", f"has {x.shape[0]} rows; at most {(cute.SEGMENTS - weight.experts) * tiling.rows} fit")
+    launcher = cute.launcher(device.arch, weight.experts, weight.data.shape[1], tiling, gated)
+    launch.run(
+        launcher, x, weight.data, weight.rescale, bias, x, rows.counts, rows.offsets, out, alpha, limit, device.sms
+    )
+
+
+def _check(x: Tensor, weight: PackedMxfp4, bias: Tensor | None, rows: ExpertRows) -> None:
+    experts = weight.experts
+    checks.shape("x", x, None, weight.columns)
+    checks.dtype("x", x, torch.bfloat16, *(() if x.is_cuda else (torch.float32,)))
+    checks.dense("x", x)
+    checks.same_device("weight.data", weight.data, x.device)
+    checks.dense("weight.data", weight.data)
+    checks.same_device("weight.rescale", weight.rescale, x.device)
+    checks.shape("rows.counts", rows.counts, experts)
+    checks.dtype("rows.counts", rows.counts, torch.int32)
+    checks.same_device("rows.counts", rows.counts, x.device)
+    checks.dense("rows.counts", rows.counts, 4)
+    if rows.offsets.dim() != 1 or rows.offsets.shape[0] not in (experts, experts + 1):
+        raise checks.fail("rows.offsets", f"shape is {tuple(rows.offsets.shape)}; needs ({experts + 1},)")
+    checks.dtype("rows.offsets", rows.offsets, torch.int64)
+    checks.same_device("rows.offsets", rows.offsets, x.device)
+    checks.dense("rows.offsets", rows.offsets, 8)
+    if bias is not None:
+        checks.shape("bias", bias, experts, weight.rows)
+        checks.dtype("bias", bias, x.dtype)
+        checks.same_device("bias", bias, x.device)
+        checks.dense("bias", bias)

@@ -1,0 +1,163 @@
+"""The experts of a mixture-of-experts block, or one rank's part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from rose_dist.kernels.grouped_linear import grouped_linear
+from rose_dist.kernels.mxfp4 import dequantize_mxfp4
+from rose_dist.kernels.mxfp4_experts import ExpertRows, expert_linear, expert_swiglu
+from rose_dist.kernels.mxfp4_layout import PackedMxfp4
+from rose_dist.kernels.swiglu import clamped_swiglu
+from rose_dist.layers.weights import Piece, Weight, copy_into, length, parameter, share
+
+MoeWeights = Literal["mxfp4", "bf16"]
+"""How the experts' matrices are held in memory: as MXFP4 blocks and scales, or decoded to the activations' dtype."""
+
+MXFP4_BLOCK = 32
+"""Values that share a scale; slices of the intermediate dimension are cut at block borders."""
+
+
+@dataclass(frozen=True)
+class ExpertShare:
+    """The experts, and the slice of each one's intermediate dimension, that one rank holds.
+
+    experts: range of expert ids.
+    slices, slice_index: over how many ranks an expert is spread, and which of them this is.
+    """
+
+    num_experts: int
+    experts: range
+    slices: int
+    slice_index: int
+
+    def intermediate(self, size: int) -> slice:
+        unit = MXFP4_BLOCK if size % MXFP4_BLOCK == 0 else 1
+        return share(size, self.slices, self.slice_index, unit)
+
+
+class DenseMatrix(nn.Module):
+    """One matrix an expert, of the activations' dtype."""
+
+    def __init__(self, experts: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = parameter(experts, outputs, inputs, dtype=dtype)
+
+    def store(self, expert: int) -> Callable[[Tensor], object]:
+        """Takes the matrix as Hugging Face stores it: [1, inputs, outputs]."""
+        return lambda matrix: self.weight[expert].copy_(matrix[0].T)
+
+    def store_packed(self, expert: int) -> Callable[[Tensor, Tensor], object]:
+        """Takes blocks and scales, which are decoded on the device."""
+        target = self.weight[expert]
+
+        def store(blocks: Tensor, scales: Tensor) -> None:
+            target.copy_(dequantize_mxfp4(blocks[0].to(target.device), scales[0].to(target.device), target.dtype))
+
+        return store
+
+
+class PackedMatrix(nn.Module):
+    """One matrix an expert, as MXFP4 in the kernels' order."""
+
+    def __init__(self, experts: int, outputs: int, inputs: int) -> None:
+        super().__init__()
+        empty = PackedMxfp4.empty(experts, outputs, inputs, torch.get_default_device())
+        self.data, self.rescale = (nn.Parameter(t, requires_grad=False) for t in (empty.data, empty.rescale))
+
+    @cached_property
+    def packed(self) -> PackedMxfp4:
+        return PackedMxfp4(self.data, self.rescale)
+
+    def store(self, expert: int) -> Callable[[Tensor], object]:
+        raise ValueError("the checkpoint's experts are bf16 and can't be held as MXFP4; choose --moe-weights bf16")
+
+    def store_packed(self, expert: int) -> Callable[[Tensor, Tensor], object]:
+        """Takes blocks and scales, which are put in order on the device."""
+        device = self.data.device
+        return lambda blocks, scales: self.packed.store(expert, blocks[0].to(device), scales[0].to(device))
+
+
+class Experts(nn.Module):
+    """GPT-OSS experts: W2 · swiglu(W1 x + b1) + b2 each, over rows packed by expert."""
+
+    def __init__(
+        self, hidden: int, intermediate: int, held: ExpertShare, *, limit: float, stored: MoeWeights,
+        kept: MoeWeights, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            hidden, intermediate: the checkpoint's whole dimensions.
+            limit: clamp of the activation.
+            stored: what the checkpoint holds.
+            kept: what this layer holds; MXFP4 only where it is stored too.
+        """
+        super().__init__()
+        self.hidden, self.intermediate = hidden, intermediate
+        self.held = held
+        self.limit = limit
+        self.stored = stored
+        self.part = held.intermediate(intermediate)
+        count, width = len(held.experts), length(self.part)
+
+        def matrix(outputs: int, inputs: int) -> DenseMatrix | PackedMatrix:
+            if kept == "mxfp4":
+                return PackedMatrix(count, outputs, inputs)
+            return DenseMatrix(count, outputs, inputs, dtype)
+
+        self.gate_up_proj = matrix(2 * width, hidden)
+        self.gate_up_proj_bias = parameter(count, 2 * width, dtype=dtype)
+        self.down_proj = matrix(hidden, width)
+        # Of an expert's slices the first adds the bias: the sum over the ranks then holds it once.
+        self.down_proj_bias = parameter(count, hidden, dtype=dtype) if held.slice_index == 0 else None
+
+    def forward(self, x: Tensor, rows: ExpertRows) -> Tensor:
+        """[rows, hidden] packed by local expert → [rows, hidden]."""
+        first, second = self.gate_up_proj, self.down_proj
+        b1, b2 = self.gate_up_proj_bias, self.down_proj_bias
+        if isinstance(first, PackedMatrix) and isinstance(second, PackedMatrix):
+            activated = expert_swiglu(x, first.packed, b1, rows, limit=self.limit)
+            return expert_linear(activated, second.packed, b2, rows, early=True)
+        assert isinstance(first, DenseMatrix)
+        assert isinstance(second, DenseMatrix)
+        activated = clamped_swiglu(grouped_linear(x, first.weight, b1, rows), limit=self.limit)
+        return grouped_linear(activated, second.weight, b2, rows)
+
+    def weights(self, prefix: str) -> Iterator[Weight]:
+        experts, hidden, intermediate = self.held.num_experts, self.hidden, self.intermediate
+        both = slice(2 * self.part.start, 2 * self.part.stop)
+        matrices = (
+            (prefix + "gate_up_proj", (2 * intermediate, hidden), both, slice(0, hidden), self.gate_up_proj),
+            (prefix + "down_proj", (hidden, intermediate), slice(0, hidden), self.part, self.down_proj),
+        )
+        for name, shape, rows, columns, matrix in matrices:
+            for local, expert in enumerate(self.held.experts):
+                pieces = self._matrix(name, shape, slice(expert, expert + 1), rows, columns)
+                yield Weight(pieces, matrix.store_packed(local) if len(pieces) > 1 else matrix.store(local))
+            if not self.held.experts:
+                yield Weight(self._matrix(name, shape, slice(0, 0), rows, columns), None)
+        mine = slice(self.held.experts.start, self.held.experts.stop)
+        bias = Piece.of(prefix + "gate_up_proj_bias", (experts, 2 * intermediate), mine, both)
+        yield Weight((bias,), copy_into(self.gate_up_proj_bias))
+        store = None if self.down_proj_bias is None else copy_into(self.down_proj_bias)
+        yield Weight((Piece.of(prefix + "down_proj_bias", (experts, hidden), mine),), store)
+
+    def _matrix(
+        self, name: str, shape: tuple[int, int], expert: slice, rows: slice, columns: slice
+    ) -> tuple[Piece, ...]:
+        """The pieces of one expert's matrix [rows, columns]: blocks and scales, or the transposed matrix."""
+        experts = self.held.num_experts
+        if self.stored == "bf16":
+            return (Piece.of(name, (experts, shape[1], shape[0]), expert, columns, rows),)
+        blocks = slice(columns.start // MXFP4_BLOCK, columns.stop // MXFP4_BLOCK)
+        grid = (experts, shape[0], shape[1] // MXFP4_BLOCK)
+        return (
+            Piece.of(name + "_blocks", (*grid, MXFP4_BLOCK // 2), expert, rows, blocks, dtype=torch.uint8),
+            Piece.of(name + "_scales", grid, expert, rows, blocks, dtype=torch.uint8),
+        )

@@ -1,0 +1,27 @@
+"""What a model is built with beyond its own configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from rose_dist.comm.world import Groups
+from rose_dist.layers.experts import MoeWeights
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """
+    max_tokens: most tokens of one step on one rank.
+    max_rows: most rows of logits of one step.
+    dtype: of weights and activations.
+    moe_weights: how the experts' matrices are held; MXFP4 only of checkpoints that store it.
+    """
+
+    groups: Groups
+    max_tokens: int
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    moe_weights: MoeWeights = "bf16"
+    max_rows: int = 64

@@ -1,0 +1,54 @@
+"""Random weights of true shape, made where the model is: for benchmarks, which need no values that mean something."""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+import torch
+from torch import Tensor, nn
+
+from rose_dist.kernels.mxfp4 import BLOCK, MAGNITUDES, SCALE_BIAS
+from rose_dist.kernels.mxfp4_layout import CODE_BYTES, EXPONENT_BIAS
+
+_RMS_OF_UNIFORM_CODES = math.sqrt(sum(m * m for m in MAGNITUDES) / 8)
+
+
+@torch.inference_mode()
+def fill_randomly(model: nn.Module, seed: int = 0) -> None:
+    """Every parameter from `seed` and its name alone.
+
+    A product of unit inputs has unit variance, norms scale by 1 and the router has no bias: activations stay near 1
+    and tokens spread evenly over the experts, as with a trained model. (Weights of one scale for all send every token
+    to the same experts.)
+    """
+    for name, parameter in model.named_parameters():
+        # A CPU's generator takes 32 bits of its seed.
+        generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        _fill(name, parameter, generator)
+
+
+def _fill(name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    if name.endswith("norm.weight"):
+        parameter.fill_(1.0)
+    elif name.endswith("router.bias"):
+        parameter.zero_()
+    elif name.endswith(("bias", "_bias")):
+        parameter.normal_(std=0.1, generator=generator)
+    elif name.endswith("proj.data"):
+        _fill_packed(parameter, generator)
+    elif name.endswith("rescale"):
+        parameter.fill_(1.0)
+    elif name.endswith(("embed_tokens.weight", "sinks")):
+        parameter.normal_(generator=generator)
+    else:
+        parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
+
+
+def _fill_packed(data: Tensor, generator: torch.Generator) -> None:
+    """Uniform codes, and scales within a factor of 2 of what makes an output of unit inputs have unit variance."""
+    inputs = data.shape[2] * BLOCK
+    middle = round(math.log2(1 / (math.sqrt(inputs) * _RMS_OF_UNIFORM_CODES))) + EXPONENT_BIAS + SCALE_BIAS
+    for expert in data:
+        expert.view(torch.int64).random_(generator=generator)
+        expert[..., CODE_BYTES:].random_(middle - 1, middle + 2, generator=generator)

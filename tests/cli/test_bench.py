@@ -1,0 +1,55 @@
+"""The arithmetic behind `rose bench`, and one run of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from rose_dist.cli.bench import command
+from rose_dist.cli.bench.floor import floor_bytes
+from rose_dist.cli.bench.profile import idle_share
+from rose_dist.comm.layout import Layout
+from rose_dist.comm.world import World
+from rose_dist.models.build_options import BuildOptions
+from rose_dist.models.convert.random_weights import PRESETS
+from rose_dist.models.loader import random_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A config.json and no weights."""
+    (tmp_path / "config.json").write_text(json.dumps(dict(PRESETS["tiny"])))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("spans", "idle"),
+    [([], 0.0), ([(0, 5), (5, 9)], 0.0), ([(0, 4), (6, 10)], 0.2), ([(0, 8), (1, 2), (6, 9), (9, 10)], 0.0)],
+)
+def test_idle_share_counts_gaps_once(spans: list[tuple[float, float]], idle: float) -> None:
+    assert idle_share(spans) == pytest.approx(idle)
+
+
+def test_the_floor_counts_touched_experts_once(folder: Path) -> None:
+    model = random_model(folder, BuildOptions(World.join().groups(Layout.of(1)), 16))
+    experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
+    rest = sum(p.nbytes for p in model.parameters()) - experts - model.lm_head.weight.nbytes
+    row = 64 * 4
+    cache = 2 * 4 * 32 * 4 * 2  # keys and values of 4 heads of 32 in fp32, 2 layers of a kind
+    for batch, share in ((1, 0.5), (2, 0.75)):
+        expected = experts * share + rest + batch * row + batch * cache * (100 + 16)
+        assert floor_bytes(model, batch, 100) == pytest.approx(expected)
+
+
+def test_decode_runs_without_a_prefill_and_leaves_its_figures(folder: Path) -> None:
+    arguments = [str(folder), "--load-format", "random", "--batch", "2", "--context", "40", "--steps", "3"]
+    found = CliRunner().invoke(command, ["decode", *arguments, "--no-profile", "--results", str(folder / "out")])
+    assert found.exit_code == 0, found.output
+    figures = json.loads((folder / "out" / "decode.json").read_text())
+    (row,) = figures["figures"]
+    assert row["batch"] == 2
+    assert row["tok_s"] == pytest.approx(2e3 / row["ms_step"])
+    assert figures["context"] == 40

@@ -1,0 +1,151 @@
+"""A whole model's decode step and prefill on an emulated GPU: every kernel of the step is interpreted, torch's own
+operations run as they are. Shows that layers hand the kernels what they take, and that all of it together is the model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from rose_dist.comm.all_to_all.local import Local
+from rose_dist.comm.all_to_all.local_gpu import GpuOptions
+from rose_dist.comm.layout import Layout
+from rose_dist.comm.world import World
+from rose_dist.engine.config import EngineConfig
+from rose_dist.engine.decode_batch import DecodeBatch, TableShape
+from rose_dist.engine.decode_graphs import DecodeGraphs
+from rose_dist.engine.paged_planner import PagedPlanner
+from rose_dist.engine.runner import ModelRunner
+from rose_dist.engine.step import SequenceStep, Step
+from rose_dist.kernels import paged_prefill
+from rose_dist.kernels.paged_attention import DecodeWorkspace
+from rose_dist.layers.experts import PackedMatrix
+from rose_dist.layers.forward_batch import KVStorage
+from rose_dist.models.build_options import BuildOptions
+from rose_dist.models.convert.random_weights import PRESETS, write_random_checkpoint
+from rose_dist.models.gpt_oss import GptOssForCausalLM
+from rose_dist.models.loader import load_model
+from tests.kernels.conftest import emulated
+
+CONFIG = PRESETS["tiny"] | {
+    "num_hidden_layers": 2, "num_experts": 4, "experts_per_token": 2, "vocab_size": 64, "head_dim": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+SIZES = EngineConfig(Path(), dtype="bfloat16", kv_tokens=256, max_step_tokens=32, max_running=4, max_context=128)
+
+
+def resident(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Gives tensors in emulated memory, whose results under torch's own operations are there too."""
+
+    class Resident(type(gpu.tensor(torch.zeros(1)))):  # type: ignore[misc]
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = super().__torch_function__(func, types, args, kwargs or {})
+            return result if func.__name__ in ("__get__", "tolist") else tree_map(settle, result)
+
+    def settle(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.numel():
+            return value
+        try:
+            gpu.machine.addresses.find(value.data_ptr(), 1)
+        except Exception:
+            value = gpu.tensor(value.as_subclass(torch.Tensor))
+        return value.as_subclass(Resident)
+
+    make = torch.empty
+
+    def empty(*shape: Any, **options: Any) -> torch.Tensor:
+        return settle(make(*shape, **options)) if options.get("device") is not None else make(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    return settle
+
+
+def moved(model: GptOssForCausalLM, place: Any) -> None:
+    """Put the weights into emulated memory, and give the model the exchange of a GPU."""
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            del module._parameters[name]
+            if parameter is None:
+                setattr(module, name, None)
+            else:
+                module.__dict__[name] = place(parameter.data)
+        if isinstance(module, PackedMatrix):
+            module.__dict__.pop("packed", None)
+    model.model.cos, model.model.sin = place(model.model.cos), place(model.model.sin)
+    exchange = model.model.exchange
+    assert isinstance(exchange, Local)
+    on_gpu = Local(exchange.config, gpu=GpuOptions(device=torch.device("cuda", 0)))
+    for layer in model.model.layers:
+        assert isinstance(layer, nn.Module)
+        layer.mlp.exchange = on_gpu
+
+
+@torch.inference_mode()
+def test_a_decode_step_is_that_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_random_checkpoint(CONFIG, tmp_path)
+    options = BuildOptions(World.join().groups(Layout.of(1)), 32, torch.bfloat16, moe_weights="mxfp4")
+    plain = ModelRunner(load_model(tmp_path, options), SIZES)
+    prefill = Step([SequenceStep([1, 2, 3, 4, 5] * 4, 0, [(0, [3, 5]), (0, [2, 4])], True)])
+    decode = Step(
+        [
+            SequenceStep([7], 0, [(0, [1]), (0, [1])], True),
+            SequenceStep([9], 20, [(0, [3, 5]), (0, [2, 4])], True),
+        ]
+    )
+    expected_first, expected = plain.run(prefill), plain.run(decode)
+    assert expected_first is not None
+    assert expected is not None
+
+    model = load_model(tmp_path, options)
+    runner = ModelRunner(model, SIZES)
+    gpu = emulated(monkeypatch, "sm_90a")
+    place = resident(gpu, monkeypatch)
+    moved(model, place)
+    storages = [KVStorage(place(s.keys), place(s.values)) for s in runner.storages]
+    runner.sampled = place(torch.tensor([7, 9, 0, 0]))
+    workspace = DecodeWorkspace.allocate(
+        requests=4, query_heads=4, key_heads=2, head_dim=64, context=128, device=torch.device("cuda", 0)
+    )
+
+    class Planner(PagedPlanner):
+        def _move(self, array: Any) -> torch.Tensor:
+            return place(torch.from_numpy(array))
+
+    runner._planners = [
+        Planner(i, spec.window, 16, storage, workspace)
+        for i, (spec, storage) in enumerate(zip(runner.specs, storages, strict=True))
+    ]
+    monkeypatch.setattr(runner, "_move", lambda values: place(torch.tensor(values)))
+    monkeypatch.setattr(paged_prefill, "_flash", flash_beside)
+    first = runner.run(prefill)
+    assert_alike(first, expected_first)
+
+    shapes = [TableShape.of(spec, 16, 128) for spec in runner.specs]
+    batch = DecodeBatch(4, shapes, storages, runner.sampled, workspace)
+    for fixed in (batch._wide, batch._narrow, batch._changes):
+        fixed.device = place(fixed.device)
+    batch._tables = [place(table) for table in batch._tables]
+    # Three rows for two sequences; their tokens stand where the step before has left them.
+    named = Step([SequenceStep([-1 - i], s.start, s.tables, True) for i, s in enumerate(decode.sequences)])
+    found = DecodeGraphs(model, batch, (3,)).run(named)
+    assert_alike(found, expected)
+    ran = {type(kernel).__name__ for kernel in gpu.kernels}
+    assert ran >= {"Embed", "RMSNorm", "QKNormRope", "Route", "DispatchDecode", "Combine"}, ran
+    assert len(ran) >= 8, ran  # besides, attention's and the experts'
+
+
+def flash_beside(q: torch.Tensor, *arguments: Any) -> Any:
+    return paged_prefill._flash_on_cpu(q, *arguments)
+
+
+def assert_alike(found: torch.Tensor | None, expected: torch.Tensor) -> None:
+    assert found is not None
+    plain = found.as_subclass(torch.Tensor)
+    error = (plain - expected).norm() / expected.norm()
+    assert error < 0.02, f"relative error {error}"

@@ -1,0 +1,86 @@
+"""Steps launched before the tokens of the one before are read, over tensor-parallel ranks; and how a group of GPUs
+makes all its collectives of one sum.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import zmq
+
+from rose_dist.comm.gpu_group import GpuGroup
+from rose_dist.comm.group import Group
+from rose_dist.comm.layout import Layout
+from rose_dist.comm.world import World
+from rose_dist.engine.config import EngineConfig
+from rose_dist.engine.doorbell import Doorbell
+from rose_dist.engine.engine import Engine
+from rose_dist.engine.loop import serve
+from rose_dist.engine.offline import OfflineSession
+from tests.checkpoints import random_prompt, reference_greedy, write_tiny
+from tests.engine.test_engine import greedy
+from tests.ranks import run_ranks
+
+
+def generate(world: World, folder: Path, sizes: dict[str, int], options: dict[str, object]) -> dict[str, list[int]]:
+    """Tokens by request, on rank 0."""
+    groups = world.groups(Layout.of(world.size, **sizes))
+    engine = Engine.load(EngineConfig(folder, kv_tokens=2048, max_context=256, **options), groups)  # type: ignore[arg-type]
+    found: dict[str, list[int]] = {}
+    with zmq.Context() as context:
+        bell = Doorbell(context, "127.0.0.1", groups.lockstep)
+        if world.rank:
+            serve(engine, bell, None, lambda: None)
+        else:
+            with OfflineSession(engine, bell) as session:
+                for output in session.run([greedy(f"r{i}", random_prompt(20 + 40 * i, i), 8 + i) for i in range(3)]):
+                    found.setdefault(output.request_id, []).extend(output.token_ids)
+        context.destroy(linger=0)
+    groups.free()
+    return found
+
+
+@pytest.mark.mpi(2)
+@pytest.mark.parametrize("sizes", [{"tp": 2, "ep": 2}, {"dp": 2, "ep": 2}], ids=str)
+def test_peers_get_the_tokens_that_only_the_leaders_device_knows(tmp_path: Path, sizes: dict[str, int]) -> None:
+    folder = write_tiny(tmp_path)
+    options = {"overlap": True, "ladder": (1, 2, 4)} if "tp" in sizes else {"overlap": True}
+    found, *_ = run_ranks(2, generate, folder, sizes, options, timeout=120)
+    for i, tokens in enumerate(found.values()):
+        assert tokens == reference_greedy(folder, random_prompt(20 + 40 * i, i), 8 + i)
+
+
+class SumOnHost:
+    """What `kernels.all_reduce.AllReduce` does, by MPI."""
+
+    def __init__(self, group: Group) -> None:
+        self.sizes = SimpleNamespace(hidden=24, dtype=torch.bfloat16)
+        self._group = group
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        assert x.shape[1] == self.sizes.hidden
+        assert x.dtype == self.sizes.dtype
+        out.copy_(x)
+        self._group.all_reduce(out)
+
+
+def collect(world: World) -> tuple[list[list[float]] | None, list[int]]:
+    group = GpuGroup(world.group, SumOnHost(world.group))  # type: ignore[arg-type]
+    part = torch.arange(15.0).view(5, 3) + 100 * world.rank
+    tokens = torch.tensor([0, 1, 255, 256, 201087, 2**24 - 1]) * (world.rank == 0) + 77 * world.rank
+    group.broadcast(tokens)
+    gathered = group.gather_columns(part[:, : 3 - world.rank].contiguous(), [3, 2])
+    return None if gathered is None else gathered.tolist(), tokens.tolist()
+
+
+@pytest.mark.mpi(2)
+def test_gathering_and_broadcasting_by_sums() -> None:
+    (gathered, first), (nothing, second) = run_ranks(2, collect)
+    assert nothing is None
+    plain = torch.arange(15.0).view(5, 3)
+    assert gathered == torch.cat([plain, plain[:, :2] + 100], 1).tolist()
+    for tokens in (first, second):
+        assert tokens == [0, 1, 255, 256, 201087, 2**24 - 1]

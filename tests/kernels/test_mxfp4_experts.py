@@ -1,0 +1,232 @@
+"""MXFP4 experts against float64 on the dequantised weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rose_dist.kernels.errors import KernelArgumentError
+from rose_dist.kernels.mxfp4 import dequantize_mxfp4
+from rose_dist.kernels.mxfp4_experts import ExpertRows, expert_linear, expert_swiglu
+from rose_dist.kernels.mxfp4_layout import PackedMxfp4, pack_mxfp4
+from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, EXPERT_SHAPES
+from tests.kernels.test_mxfp4_layout import random_mxfp4
+
+LIMIT = 7.0
+POISON = -23131
+"""0xA5A5: never written."""
+
+
+class Layer:
+    """Weights, bias and rows of a few experts, and the exact results."""
+
+    def __init__(self, counts: list[int], columns: int, rows: int, *, padding: int = 0, bias: bool = True) -> None:
+        experts = len(counts)
+        self.blocks, self.scales = random_mxfp4(experts, rows, columns // 32, low=118, high=124)
+        self.bias = (torch.randn(experts, rows) * 2).bfloat16() if bias else None
+        self.counts = torch.tensor(counts, dtype=torch.int32)
+        starts = [0]
+        for count in counts:
+            starts.append(starts[-1] + count + padding)
+        self.offsets = torch.tensor(starts, dtype=torch.int64)
+        self.x = torch.randn(max(starts[-1], 1), columns).bfloat16()
+        self.live = [r for e, count in enumerate(counts) for r in range(starts[e], starts[e] + count)]
+
+    def exact(self, x: torch.Tensor | None = None, *, gated: bool) -> torch.Tensor:
+        x = self.x if x is None else x
+        weights = dequantize_mxfp4(self.blocks, self.scales, torch.float32).double()
+        out = torch.zeros(x.shape[0], weights.shape[1] // (2 if gated else 1), dtype=torch.float64)
+        for expert, count in enumerate(self.counts.tolist()):
+            part = slice(int(self.offsets[expert]), int(self.offsets[expert]) + count)
+            y = x[part].double() @ weights[expert].T
+            if self.bias is not None:
+                y = y + self.bias[expert].double()
+            if gated:
+                gate, linear = y[:, 0::2].clamp(max=LIMIT), y[:, 1::2].clamp(-LIMIT, LIMIT)
+                y = gate / (1 + (-1.702 * gate).exp()) * (linear + 1)
+            out[part] = y
+        return out
+
+    def packed(self, gpu: Any) -> PackedMxfp4:
+        packed = pack_mxfp4(self.blocks, self.scales)
+        return PackedMxfp4(gpu.tensor(packed.data), gpu.tensor(packed.rescale))
+
+    def expert_rows(self, gpu: Any, most: int = 0) -> ExpertRows:
+        return ExpertRows(gpu.tensor(self.counts), gpu.tensor(self.offsets), most or int(self.counts.max()))
+
+    def run(self, gpu: Any, *, gated: bool, most: int = 0) -> torch.Tensor:
+        bias = None if self.bias is None else gpu.tensor(self.bias)
+        x, weight, rows = gpu.tensor(self.x), self.packed(gpu), self.expert_rows(gpu, most)
+        out = expert_swiglu(x, weight, bias, rows, limit=LIMIT) if gated else expert_linear(x, weight, bias, rows)
+        return gpu.plain(out)
+
+
+def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    error = (got.double() - wanted).abs()
+    assert (error <= wanted.abs() * 2**-8 + 1e-4).all(), error.max()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("counts", "most"),
+    [([1, 0, 0, 1], 1), ([0, 3, 4], 4), ([7, 8, 0, 1], 8), ([9, 17, 0, 2], 17)],
+    ids=str,
+)
+def test_matches_float64(gpu: Any, gated: bool, counts: list[int], most: int) -> None:
+    layer = Layer(counts, 128, 96)
+    assert_close(layer.run(gpu, gated=gated, most=most)[layer.live], layer.exact(gated=gated)[layer.live])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("counts", "columns"), [([70, 2], 64), ([33, 0, 64], 160), ([0, 20, 57], 32)], ids=str)
+def test_many_rows_match_float64(gpu: Any, gated: bool, counts: list[int], columns: int) -> None:
+    """The prefill kernel: whole and half segments, warps without a tile row, several stages of a ring."""
+    layer = Layer(counts, columns, 96 if columns < 100 else 288)
+    assert max(counts) >= EXPERT_GEMM_ROWS
+    assert_close(layer.run(gpu, gated=gated)[layer.live], layer.exact(gated=gated)[layer.live])
+
+
+def test_rows_between_experts_are_not_written(gpu: Any) -> None:
+    layer = Layer([2, 0, 3], 96, 32, padding=2, bias=False)
+    got = layer.run(gpu, gated=False)
+    assert_close(got[layer.live], layer.exact(gated=False)[layer.live])
+    dead = [row for row in range(got.shape[0]) if row not in layer.live]
+    assert (got[dead].view(torch.int16) == POISON).all()
+
+
+def test_no_rows_at_all(gpu: Any) -> None:
+    layer = Layer([0, 0], 64, 32)
+    assert (layer.run(gpu, gated=True, most=1).view(torch.int16) == POISON).all()
+    layer.x = layer.x[:0]
+    assert layer.run(gpu, gated=True, most=1).shape == (0, 16)
+
+
+def test_many_experts_of_few_columns(gpu: Any) -> None:
+    """More experts than a block has threads; more parts of a result than warps."""
+    layer = Layer([0] * 50 + [2] + [0] * 90 + [9, 0, 1], 32, 32)
+    assert_close(layer.run(gpu, gated=True, most=9)[layer.live], layer.exact(gated=True)[layer.live])
+
+
+@pytest.mark.parametrize(("low", "high"), [(20, 128), (140, 254)], ids=str)
+def test_every_code_and_scale_is_exact(gpu: Any, low: int, high: int) -> None:
+    """Rows of one 1 pick out columns of the weights; a block with the NaN scale makes its whole output NaN."""
+    layer = Layer([8], 64, 64, bias=False)
+    layer.blocks[0] = torch.arange(256, dtype=torch.uint8).repeat(8).view(64, 2, 16)
+    layer.scales[0] = (low + torch.arange(128) % (high - low + 1)).view(64, 2).to(torch.uint8)
+    layer.scales[0, 5, 1] = 255
+    layer.x = torch.eye(64)[[0, 1, 6, 7, 31, 32, 40, 63]].bfloat16()
+    weights = dequantize_mxfp4(layer.blocks, layer.scales, torch.bfloat16)[0]
+    wanted = weights[:, [0, 1, 6, 7, 31, 32, 40, 63]].T.clone()
+    wanted[:, 5] = torch.nan
+    got = layer.run(gpu, gated=False)
+    assert (got[:, 5].isnan()).all()
+    assert torch.equal(got[:, [i for i in range(64) if i != 5]], wanted[:, [i for i in range(64) if i != 5]])
+
+
+def test_a_row_has_the_same_bits_in_any_batch(gpu: Any) -> None:
+    layer = Layer([17, 3], 192, 64)
+    whole = layer.run(gpu, gated=True)
+    for shape_start in EXPERT_SHAPES.starts[1:]:
+        few = shape_start
+        part = Layer([few, 0], 192, 64)
+        part.blocks, part.scales, part.bias, part.x = layer.blocks, layer.scales, layer.bias, layer.x[:few]
+        assert torch.equal(part.run(gpu, gated=True), whole[:few])
+
+
+def test_second_layer_fetches_weights_while_the_first_runs(gpu: Any) -> None:
+    """Both layers in one run, the second as a dependent launch."""
+    if gpu.real:
+        pytest.skip("overlap is the hardware's there; test_true_shapes runs it")
+    first, second = Layer([1, 0, 3], 64, 128), Layer([1, 0, 3], 64, 64)
+    bias, other_bias = gpu.tensor(first.bias), gpu.tensor(second.bias)
+    x, weight, other = gpu.tensor(first.x), first.packed(gpu), second.packed(gpu)
+    rows = first.expert_rows(gpu)
+    for seed in range(4):
+        with gpu.together(seed):
+            h = expert_swiglu(x, weight, bias, rows, limit=LIMIT)
+            y = expert_linear(h, other, other_bias, rows, early=True)
+        hidden = gpu.plain(h)
+        assert_close(hidden, first.exact(gated=True))
+        assert_close(gpu.plain(y), second.exact(hidden, gated=False))
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("most", [1, 4, 8, 16, 40, 150])
+def test_true_shapes(most: int) -> None:
+    """GPT-OSS's layers on a GPU: both kernels, overlapping, against fp32 on the dequantised weights."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    torch.manual_seed(most)
+    device, hidden = torch.device("cuda", 0), 2880
+    counts = torch.tensor([most, 0, max(1, most // 2), 1, 0, most], dtype=torch.int32)
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), counts.long().cumsum(0)])
+    weights, dense, biases = [], [], []
+    for outputs in (2 * hidden, hidden):
+        blocks = torch.randint(0, 256, (6, outputs, hidden // 32, 16), dtype=torch.uint8, device=device)
+        scales = torch.randint(112, 120, (6, outputs, hidden // 32), device=device).to(torch.uint8)
+        weights.append(pack_mxfp4(blocks, scales))
+        dense.append(dequantize_mxfp4(blocks, scales, torch.float32))
+        biases.append(torch.randn(6, outputs, device=device).bfloat16())
+    x = torch.randn(int(ends[-1]), hidden, device=device).bfloat16()
+    rows = ExpertRows(counts.to(device), ends.to(device), most)
+    for _ in range(3):
+        h = expert_swiglu(x, weights[0], biases[0], rows, limit=LIMIT)
+        y = expert_linear(h, weights[1], biases[1], rows, early=True)
+    for expert in range(6):
+        part = slice(int(ends[expert]), int(ends[expert + 1]))
+        gate_up = x[part].float() @ dense[0][expert].T + biases[0][expert].float()
+        gate, linear = gate_up[:, 0::2].clamp(max=LIMIT), gate_up[:, 1::2].clamp(-LIMIT, LIMIT)
+        wanted_h = gate * torch.sigmoid(1.702 * gate) * (linear + 1)
+        wanted_y = h[part].float() @ dense[1][expert].T + biases[1][expert].float()
+        for got, wanted in ((h[part], wanted_h), (y[part], wanted_y)):
+            if got.numel():
+                assert (got.float() - wanted).norm() <= 2e-2 * wanted.norm()
+                assert (got.float() - wanted).abs().max() <= 2e-2 * wanted.abs().max()
+
+
+def test_cpu_reference_matches_float64() -> None:
+    layer = Layer([3, 0, 5], 64, 96)
+    rows = ExpertRows(layer.counts, layer.offsets, 5)
+    packed = pack_mxfp4(layer.blocks, layer.scales)
+    assert_close(expert_swiglu(layer.x, packed, layer.bias, rows, limit=LIMIT), layer.exact(gated=True))
+    assert_close(expert_linear(layer.x, packed, layer.bias, rows), layer.exact(gated=False))
+    none = ExpertRows(torch.zeros(3, dtype=torch.int32), torch.zeros(4, dtype=torch.int64), 1)
+    assert expert_swiglu(layer.x, packed, None, none, limit=LIMIT).shape == (8, 48)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(4, 96).bfloat16()}, "x: shape"),
+        ({"x": torch.zeros(4, 64).half()}, "x: dtype is torch.float16"),
+        ({"counts": torch.zeros(3, dtype=torch.int32)}, "rows.counts: shape"),
+        ({"counts": torch.zeros(2, dtype=torch.int64)}, "rows.counts: dtype"),
+        ({"offsets": torch.zeros(2, dtype=torch.int32)}, "rows.offsets: dtype"),
+        ({"offsets": torch.zeros(5, dtype=torch.int64)}, "rows.offsets: shape"),
+        ({"bias": torch.zeros(2, 32).bfloat16()}, "bias: shape"),
+        ({"bias": torch.zeros(2, 64)}, "bias: dtype"),
+    ],
+)
+def test_bad_arguments(gpu: Any, change: dict[str, torch.Tensor], message: str) -> None:
+    good = {
+        "x": torch.zeros(4, 64).bfloat16(), "counts": torch.zeros(2, dtype=torch.int32),
+        "offsets": torch.zeros(3, dtype=torch.int64), "bias": torch.zeros(2, 64).bfloat16(),
+    }  # fmt: skip
+    given = {name: gpu.tensor(t) for name, t in {**good, **change}.items()}
+    packed = PackedMxfp4.empty(2, 64, 64)
+    weight = PackedMxfp4(gpu.tensor(packed.data), gpu.tensor(packed.rescale))
+    with pytest.raises(KernelArgumentError, match=message):
+        expert_linear(given["x"], weight, given["bias"], ExpertRows(given["counts"], given["offsets"], 1))
+
+
+def test_too_many_rows_or_columns(gpu: Any) -> None:
+    few = PackedMxfp4(gpu.tensor(torch.zeros(1, 1, 1, 544, dtype=torch.uint8)), gpu.tensor(torch.ones(1)))
+    counts, offsets = gpu.tensor(torch.zeros(1, dtype=torch.int32)), gpu.tensor(torch.zeros(2, dtype=torch.int64))
+    for most, allowed in ((1, 4095), (100, 65472)):
+        with pytest.raises(KernelArgumentError, match=f"x: has 65536 rows; at most {allowed}"):
+            expert_linear(gpu.tensor(torch.zeros(65536, 32).bfloat16()), few, None, ExpertRows(counts, offsets, most))
+    wide = PackedMxfp4(gpu.tensor(torch.zeros(1, 1, 720, 544, dtype=torch.uint8)), gpu.tensor(torch.ones(1)))
+    with pytest.raises(KernelArgumentError, match="columns, which take"):
+        expert_linear(gpu.tensor(torch.zeros(1, 720 * 32).bfloat16()), wide, None, ExpertRows(counts, offsets, 1))

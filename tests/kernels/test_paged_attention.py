@@ -1,0 +1,328 @@
+"""Paged attention of decoding requests against float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from rose_dist.kernels.errors import KernelArgumentError
+from rose_dist.kernels.paged_attention import DecodeWorkspace, decode
+
+NAN = math.nan
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A cache full of NaN but for the tokens of some requests, which sit in shuffled blocks."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    tables: torch.Tensor
+    first: torch.Tensor
+    lengths: torch.Tensor
+    window: int | None
+    block_size: int = BLOCK
+
+    @classmethod
+    def filled(
+        cls, lengths: list[int], key_heads: int, head_dim: int, *, window: int | None = None, block_size: int = BLOCK,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> Cache:  # fmt: skip
+        """With a window, a request's table starts at the first block that its query sees."""
+        firsts = [0 if window is None else max(0, length - window) // block_size for length in lengths]
+        counts = [-(-length // block_size) - first for length, first in zip(lengths, firsts, strict=True)]
+        blocks = sum(counts) + 3
+        order = torch.randperm(blocks).tolist()
+        shape = (blocks * block_size, key_heads, head_dim)
+        keys, values = (torch.full(shape, NAN).bfloat16() for _ in range(2))
+        # Entries that no query may follow point far outside.
+        tables = torch.full((len(lengths), max([*counts, 1])), 1 << 20, dtype=torch.int32)
+        for row, (length, first, count) in enumerate(zip(lengths, firsts, counts, strict=True)):
+            own, order = order[:count], order[count:]
+            tables[row, :count] = torch.tensor(own, dtype=torch.int32)
+            low = 0 if window is None else max(0, length - window)
+            for position in range(low, length):
+                slot = own[position // block_size - first] * block_size + position % block_size
+                keys[slot], values[slot] = torch.randn(2, key_heads, head_dim).bfloat16()
+        return cls(
+            keys.to(dtype), values.to(dtype), tables, torch.tensor(firsts, dtype=torch.int32),
+            torch.tensor(lengths, dtype=torch.int32), window, block_size,
+        )  # fmt: skip
+
+    def visible(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values that the request's query sees, in float64."""
+        length = int(self.lengths[row])
+        low = 0 if self.window is None else max(0, length - self.window)
+        slots = [
+            int(self.tables[row, p // self.block_size - int(self.first[row])]) * self.block_size + p % self.block_size
+            for p in range(low, length)
+        ]
+        return self.keys.double()[slots], self.values.double()[slots]
+
+
+def exact(q: torch.Tensor, cache: Cache, row: int, scale: float, sinks: torch.Tensor | None) -> torch.Tensor:
+    """The definition, head by head."""
+    keys, values = cache.visible(row)
+    group = q.shape[1] // keys.shape[1]
+    out = torch.zeros(q.shape[1:], dtype=torch.float64)
+    for head in range(q.shape[1]):
+        scores = keys[:, head // group] @ q[row, head].double() * scale
+        terms = scores.tolist() + ([] if sinks is None else [float(sinks[head])])
+        if scores.numel():
+            top = max(terms)
+            total = sum(math.exp(term - top) for term in terms)
+            out[head] = (scores - top).exp() / total @ values[:, head // group]
+    return out
+
+
+def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Weights are rounded to bf16 before they meet the values, and the result is."""
+    assert (got.double() - wanted).abs().max() <= 2**-8 * wanted.abs().max() + 1e-6
+
+
+def attend(
+    gpu: Any, q: torch.Tensor, cache: Cache, *, sinks: torch.Tensor | None = None, context: int = 1 << 20,
+    rows: int | None = None, scale: float = 0.2, workspace: DecodeWorkspace | None = None, **options: float,
+) -> torch.Tensor:  # fmt: skip
+    moved = gpu.tensor(q)
+    if workspace is None:
+        workspace = DecodeWorkspace.allocate(
+            requests=q.shape[0], query_heads=q.shape[1], key_heads=cache.keys.shape[1], head_dim=q.shape[2],
+            context=context, device=moved.device,
+        )  # fmt: skip
+    out = decode(
+        moved, gpu.tensor(cache.keys), gpu.tensor(cache.values), gpu.tensor(cache.tables),
+        None if cache.window is None else gpu.tensor(cache.first), gpu.tensor(cache.lengths),
+        None if sinks is None else gpu.tensor(sinks), window=cache.window, block_size=cache.block_size, scale=scale,
+        rows=None if rows is None else gpu.tensor(torch.tensor([rows], dtype=torch.int32)), workspace=workspace,
+        **options,
+    )  # fmt: skip
+    assert not gpu.plain(workspace.counters).any()
+    return gpu.plain(out)
+
+
+def check(gpu: Any, lengths: list[int], heads: tuple[int, int, int], window: int | None = None, **options: Any) -> None:
+    query_heads, key_heads, head_dim = heads
+    cache = Cache.filled(lengths, key_heads, head_dim, window=window)
+    q = torch.randn(len(lengths), query_heads, head_dim).bfloat16()
+    sinks = torch.randn(query_heads)
+    out = attend(gpu, q, cache, sinks=sinks, **options)
+    for row in range(len(lengths)):
+        assert_close(out[row], exact(q, cache, row, 0.2, sinks))
+
+
+@pytest.mark.parametrize("heads", [(8, 1, 64), (4, 1, 64), (2, 2, 64), (16, 1, 128)], ids=str)
+def test_lengths(gpu: Any, heads: tuple[int, int, int]) -> None:
+    check(gpu, [1, 16, 37, 0], heads)
+
+
+@pytest.mark.parametrize("heads", [(8, 2, 64), (16, 1, 64), (4, 2, 128)], ids=str)
+def test_windows(gpu: Any, heads: tuple[int, int, int]) -> None:
+    """Windows that begin inside a tile, inside a block, and before the first token."""
+    check(gpu, [70, 33, 9, 1], heads, window=20)
+
+
+def test_merges_splits(gpu: Any) -> None:
+    """17 and 33 tiles are 2 and 4 splits; the last of their blocks merges. The same counters serve the next call."""
+    cache = Cache.filled([270, 15, 520], 2, 64)
+    q = torch.randn(3, 8, 64).bfloat16()
+    sinks = torch.randn(8)
+    moved = gpu.tensor(q)
+    workspace = DecodeWorkspace.allocate(
+        requests=3, query_heads=8, key_heads=2, head_dim=64, context=4096, device=moved.device
+    )
+    first = attend(gpu, q, cache, sinks=sinks, workspace=workspace)
+    for row in range(3):
+        assert_close(first[row], exact(q, cache, row, 0.2, sinks))
+    assert torch.equal(attend(gpu, q, cache, sinks=sinks, workspace=workspace), first)
+
+
+def test_more_splits_than_one_batch_of_loads(gpu: Any) -> None:
+    """17 splits of one key head; a thread merges 16 at a time."""
+    check(gpu, [17 * 8 * 16 + 5], (1, 1, 64))
+
+
+def test_alone_and_in_a_batch_the_bits_are_the_same(gpu: Any) -> None:
+    lengths = [300, 77, 5, 290] + ([1000, 128] * 40 if gpu.real else [31] * 40)
+    cache = Cache.filled(lengths, 1, 64)
+    q = torch.randn(len(lengths), 8, 64).bfloat16()
+    together = attend(gpu, q, cache)
+    for row in (0, 1, 3, 43):
+        one = slice(row, row + 1)
+        alone = Cache(cache.keys, cache.values, cache.tables[one], cache.first[one], cache.lengths[one], None, BLOCK)
+        assert torch.equal(attend(gpu, q[one], alone)[0], together[row])
+        assert_close(together[row], exact(q, cache, row, 0.2, None))
+
+
+def test_dead_rows_are_zero_and_not_looked_up(gpu: Any) -> None:
+    cache = Cache.filled([40, 20, 40, 40], 2, 64)
+    cache.tables[2:] = 1 << 28
+    cache.lengths[2:] = 1 << 28
+    q = torch.randn(4, 8, 64).bfloat16()
+    out = attend(gpu, q, cache, rows=2, context=1024)
+    for row in range(2):
+        assert_close(out[row], exact(q, cache, row, 0.2, None))
+    assert not out[2:].any()
+    assert not attend(gpu, q, cache, rows=0, context=1024).any()
+
+
+def test_queries_in_a_fused_projection_and_larger_blocks(gpu: Any) -> None:
+    cache = Cache.filled([90, 64], 2, 64, window=40, block_size=48)
+    fused = gpu.tensor(torch.randn(2, 8 + 4, 64).bfloat16())
+    q = gpu.plain(fused)[:, :8]
+    out = decode(
+        fused[:, :8], gpu.tensor(cache.keys), gpu.tensor(cache.values), gpu.tensor(cache.tables),
+        gpu.tensor(cache.first), gpu.tensor(cache.lengths), None, window=40, block_size=48, scale=0.2,
+    )  # fmt: skip
+    for row in range(2):
+        assert_close(gpu.plain(out)[row], exact(q, cache, row, 0.2, None))
+
+
+def test_sinks_and_scores_of_any_size(gpu: Any) -> None:
+    """A sink far above all scores takes everything; one far below nothing; huge scores do not overflow."""
+    cache = Cache.filled([20], 1, 64)
+    q = torch.randn(1, 8, 64).bfloat16()
+    sinks = torch.tensor([200.0, -200.0, 0.0, 5.0, 1e4, -1e4, 88.0, -88.0])
+    assert_close(attend(gpu, q, cache, sinks=sinks)[0], exact(q, cache, 0, 0.2, sinks))
+    assert_close(attend(gpu, q, cache, sinks=sinks, scale=50.0)[0], exact(q, cache, 0, 50.0, sinks))
+
+
+@pytest.mark.parametrize("heads", [(8, 1, 64), (16, 1, 64), (4, 1, 128)], ids=str)
+def test_fp8_cache(gpu: Any, heads: tuple[int, int, int]) -> None:
+    """Every e4m3 is an fp16, in which products are taken: the results are closer than with bf16 weights."""
+    query_heads, key_heads, head_dim = heads
+    for window in (None, 30):
+        cache = Cache.filled([37, 270, 1], key_heads, head_dim, window=window, dtype=torch.float8_e4m3fn)
+        q, sinks = torch.randn(3, query_heads, head_dim).bfloat16(), torch.randn(query_heads)
+        out = attend(gpu, q, cache, sinks=sinks, scale=0.1, key_scale=2.0, value_scale=0.5)
+        for row in range(3):
+            wanted = exact(q, cache, row, 0.2, sinks) * 0.5
+            assert (out[row].double() - wanted).abs().max() <= 2**-8 * wanted.abs().max()
+
+
+def test_fp8_codes_are_exact(gpu: Any) -> None:
+    """A query that sees one key gives its value back: for finite codes of all kinds, subnormals among them."""
+    codes = torch.arange(256, dtype=torch.uint8)[(torch.arange(256) & 127) != 127]
+    stored = torch.zeros(256, 64, dtype=torch.uint8)
+    stored[: len(codes)] = codes[:, None]
+    values = stored.view(torch.float8_e4m3fn).view(256, 1, 64)
+    keys, tables, first = torch.zeros_like(values), torch.arange(16).int()[None], torch.zeros(1).int()
+    for length in range(1, 255) if gpu.real else (1, 2, 9, 100, 127, 128, 254):
+        cache = Cache(keys, values, tables, first, torch.tensor([length]).int(), 1)
+        out = attend(gpu, torch.zeros(1, 8, 64).bfloat16(), cache)
+        assert torch.equal(out[0].double(), values[length - 1].double().expand(8, 64))
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("heads", [(64, 8, 64), (64, 4, 128), (8, 8, 64), (8, 1, 64)], ids=str)
+def test_true_shapes_on_a_gpu(heads: tuple[int, int, int], window: int | None) -> None:
+    """Long contexts, replayed from a graph with other lengths than it was captured with."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    query_heads, key_heads, head_dim = heads
+    long = [1, 127, 128, 129, 1000, 4097, 33000, 0]
+    caches = [Cache.filled(lengths, key_heads, head_dim, window=window) for lengths in (long[::-1], long)]
+    moved = [
+        {name: getattr(cache, name).cuda() for name in ("keys", "values", "tables", "first", "lengths")}
+        for cache in caches
+    ]
+    held = moved[0]
+    q = torch.randn(len(long), query_heads, head_dim).bfloat16()
+    sinks = torch.randn(query_heads)
+    queries, logits = q.cuda(), sinks.cuda()
+    workspace = DecodeWorkspace.allocate(
+        requests=len(long), query_heads=query_heads, key_heads=key_heads, head_dim=head_dim, context=40000,
+        device=queries.device,
+    )  # fmt: skip
+
+    def step() -> torch.Tensor:
+        return decode(
+            queries, held["keys"], held["values"], held["tables"], held["first"], held["lengths"], logits,
+            window=window, block_size=BLOCK, scale=0.125, workspace=workspace,
+        )  # fmt: skip
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for cache, other in zip(caches, moved, strict=True):
+        for name, tensor in held.items():
+            tensor.copy_(other[name])
+        graph.replay()
+        first = out.cpu()
+        for row in range(len(long)):
+            assert_close(first[row], exact(q, cache, row, 0.125, sinks))
+        graph.replay()
+        assert torch.equal(out.cpu(), first)
+
+
+def test_reference_on_the_cpu() -> None:
+    class Here:
+        real = True
+
+        @staticmethod
+        def tensor(values: torch.Tensor) -> torch.Tensor:
+            return values
+
+        plain = tensor
+
+    for window in (None, 20):
+        check(Here, [1, 16, 37, 0, 70], (8, 2, 64), window)
+    check(Here, [40, 30], (8, 8, 128), rows=2)
+
+
+def test_no_requests() -> None:
+    empty = torch.zeros(0, 8, 64).bfloat16()
+    cache = torch.zeros(16, 1, 64).bfloat16()
+    none = torch.zeros(0, dtype=torch.int32)
+    out = decode(empty, cache, cache, none[:, None], None, none, None, window=None, block_size=16, scale=1.0)
+    assert out.shape == (0, 8, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(2, 8, 64)}, "q: dtype is torch.float32"),
+        ({"q": torch.zeros(2, 8, 96).bfloat16()}, r"q: head_dim is 96; allowed: \(64, 128\)"),
+        ({"q": torch.zeros(2, 9, 64).bfloat16()}, "q: 9 query heads for 2 key heads"),
+        ({"q": torch.zeros(2, 64, 64).bfloat16()}, "q: 64 query heads for 2 key heads; needs 1 to 16"),
+        ({"q": torch.zeros(2, 64, 8).bfloat16().transpose(1, 2)}, "q: rows are not contiguous"),
+        ({"keys": torch.zeros(32, 2, 64)}, "keys: dtype"),
+        ({"values": torch.zeros(32, 2, 64).to(torch.float8_e4m3fn)}, "values: dtype"),
+        ({"values": torch.zeros(48, 2, 64).bfloat16()}, "values: must have the shape"),
+        ({"tables": torch.zeros(2, 3, dtype=torch.int64)}, "tables: dtype"),
+        ({"lengths": torch.zeros(3, dtype=torch.int32)}, "lengths: shape"),
+        ({"block_size": 24}, "block_size: is 24; must be a positive multiple of 16"),
+        ({"window": 0}, "window: is 0"),
+        ({"sinks": torch.zeros(8).bfloat16()}, "sinks: dtype"),
+        ({"first": torch.zeros(2)}, "first: dtype"),
+        ({"rows": torch.zeros(2, dtype=torch.int32)}, "rows: shape"),
+        ({"out": torch.zeros(2, 8, 128).bfloat16()[..., ::2]}, "out: is not contiguous"),
+    ],
+)
+def test_bad_arguments(change: dict[str, Any], message: str) -> None:
+    cache = torch.zeros(32, 2, 64).bfloat16()
+    arguments: dict[str, Any] = {
+        "q": torch.zeros(2, 8, 64).bfloat16(), "keys": cache, "values": cache,
+        "tables": torch.zeros(2, 3, dtype=torch.int32), "first": None, "lengths": torch.zeros(2, dtype=torch.int32),
+        "sinks": None, "window": None, "block_size": 16, "scale": 1.0,
+    }  # fmt: skip
+    with pytest.raises(KernelArgumentError, match=message):
+        decode(**arguments | change)
+
+
+def test_workspace_of_another_shape(gpu: Any) -> None:
+    cache = Cache.filled([20, 20], 2, 64)
+    q = torch.randn(2, 8, 64).bfloat16()
+    device = gpu.tensor(q).device
+    for other in ({"requests": 1}, {"key_heads": 1}, {"head_dim": 128}):
+        sizes = {"requests": 2, "query_heads": 8, "key_heads": 2, "head_dim": 64, "context": 64} | other
+        with pytest.raises(KernelArgumentError, match="workspace: was allocated for"):
+            attend(gpu, q, cache, workspace=DecodeWorkspace.allocate(**sizes, device=device))

@@ -1,0 +1,91 @@
+"""What the compiler made of the kernels that stream weights, in true shape. Spills of all kernels: test_registry."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from rose_dist.kernels import binary, jit, registry
+from rose_dist.kernels.arch import ARCHS, Arch
+from rose_dist.kernels.cute.mxfp4_experts import ExpertLinear
+from rose_dist.kernels.cute.mxfp4_experts_prefill import ExpertGemm
+from rose_dist.kernels.cute.small_linear import SmallLinear
+from rose_dist.kernels.jit import Binary
+
+REGISTERS = 65536
+"""Of an SM."""
+
+
+@pytest.fixture(scope="module", params=["sm_90a", "sm_100a"])
+def arch(request: pytest.FixtureRequest) -> Arch:
+    return ARCHS[request.param]
+
+
+@pytest.fixture(scope="module")
+def binaries(arch: Arch) -> list[tuple[ExpertLinear, Binary]]:
+    """Those of few and of more rows."""
+    kernels = [k for k in registry._mxfp4_experts(arch) if isinstance(k, ExpertLinear)]
+    return [(kernel, jit.compile_binary(kernel)) for kernel in (*kernels[:2], kernels[-1])]
+
+
+def test_every_weight_is_decoded_and_multiplied_once(binaries: list[tuple[ExpertLinear, Binary]]) -> None:
+    for kernel, compiled in binaries:
+        blocks = kernel.tiling.columns // kernel.tiling.warps
+        assert compiled.ptx.count("mma.sync.aligned.m16n8k16") == 4 * blocks * kernel.tiling.row_tiles
+        assert compiled.ptx.count("mul.rn.bf16x2") == 16 * blocks
+        loads = compiled.ptx.count("ld.shared.v4.b32")
+        meetings = kernel.tiling.warps
+        assert loads >= blocks * (1 + kernel.tiling.row_tiles)
+        assert compiled.ptx.count("ld.shared.v4.f32") + loads >= blocks + meetings
+
+
+def test_weights_and_rows_come_by_bulk_copies_only(binaries: list[tuple[ExpertLinear, Binary]]) -> None:
+    for _, compiled in binaries:
+        assert "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes" in compiled.ptx
+        assert not re.search(r"ld\.global\S*\.v\d", compiled.ptx)
+
+
+def test_two_blocks_fit_where_they_are_meant_to(binaries: list[tuple[ExpertLinear, Binary]]) -> None:
+    for kernel, compiled in binaries:
+        per_sm, facts = kernel.tiling.per_sm, binary.facts(compiled)
+        assert facts.stack_bytes == 0
+        assert per_sm * kernel.tiling.threads * facts.registers <= REGISTERS
+        assert per_sm * (kernel.tiling.shared_bytes + 4096) <= 228 * 1024
+
+
+def test_the_second_layer_fetches_weights_before_it_waits(binaries: list[tuple[ExpertLinear, Binary]]) -> None:
+    """And reads or writes nothing of the launch before: x is fetched, and results are written, behind the wait."""
+    for kernel, compiled in binaries:
+        before, _ = compiled.ptx.split("griddepcontrol.wait;", 1)
+        assert ("cp.async.bulk" in before) == kernel.early
+        assert "st.global" not in before
+        assert kernel.early or "ld.global" not in before
+
+
+def test_small_linear_has_its_first_weights_under_way_before_it_waits(arch: Arch) -> None:
+    for kernel in registry._small_linears(arch):
+        assert isinstance(kernel, SmallLinear)
+        compiled = jit.compile_binary(kernel)
+        before, after = compiled.ptx.split("griddepcontrol.wait;")
+        weights = "ld.global.L1::no_allocate.L2::256B.v4.b32"
+        share = kernel.inputs // 32 // kernel.warps
+        assert before.count(weights) == 2 * kernel.ahead
+        assert after.count(weights) == 2 * (share - kernel.ahead)
+        assert after.count("mma.sync.aligned.m16n8k16") == 2 * share * kernel.row_tiles
+        assert "st.global" not in before
+        assert binary.facts(compiled).stack_bytes == 0
+        assert kernel.per_sm * kernel.warps * 32 * binary.facts(compiled).registers <= REGISTERS
+
+
+def test_the_prefill_kernel_decodes_once_for_all_rows(arch: Arch) -> None:
+    kernel = next(k for k in registry._mxfp4_experts(arch) if isinstance(k, ExpertGemm))
+    compiled, tiling = jit.compile_binary(kernel), kernel.tiling
+    both = tiling.row_tiles + tiling.row_tiles // 2  # whole and half segments
+    assert compiled.ptx.count("mul.rn.bf16x2") == 2 * 16 * tiling.step_columns
+    assert compiled.ptx.count("mma.sync.aligned.m16n8k16") == 4 * tiling.step_columns * both
+    assert compiled.ptx.count("ld.shared.v4.b32") == tiling.step_columns * (2 + both)
+    assert not re.search(r"ld\.global\S*\.v\d", compiled.ptx)
+    assert binary.facts(compiled).stack_bytes == 0
