@@ -262,4 +262,6 @@ class _FrontDoor:
                 raise FrontendError(f"the frontend process is stopped for {STOPPED:g} s, as by SIGSTOP")
         if self._deadline is not None and now > self._deadline + _KILL_AFTER:
             raise FrontendError(f"the frontend process has not ended {_KILL_AFTER:g} s after the drain's time limit")
+        if self._deadline is None and self._frontends.ended:
+            raise FrontendError("the frontend process ended by itself; see its log above")
         return self._frontends.ended

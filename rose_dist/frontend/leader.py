@@ -82,6 +82,7 @@ class Leader:
         if self._monitor is not None:
             self._loop.remove_reader(self._monitor.fileno())
             self._socket.disable_monitor()
+            self._monitor.close(0)
             self._monitor = None
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close(linger)

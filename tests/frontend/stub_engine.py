@@ -80,6 +80,7 @@ class StubEngine:
     def __init__(self, config: StubConfig) -> None:
         self._config = config
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
@@ -120,6 +121,9 @@ class StubEngine:
                     return False
             elif isinstance(message, Hello):
                 self._clients.add(identity)
+                for request_id in [i for i, running in self._running.items() if running.identity == identity]:
+                    del self._running[request_id]
+                self._waiting = deque(running for running in self._waiting if running.identity != identity)
                 self._send(identity, self._ready())
             elif isinstance(message, Cancel):
                 self._cancel(identity, message.request_id)

@@ -42,7 +42,7 @@ class Replicated(Frontend):
         status, body = self.get("/health")
         return status, json.loads(body)
 
-    def wait_for_health(self, status: str, seconds: float = 10) -> None:
+    def wait_for_health(self, status: str, seconds: float = 60) -> None:
         wait_for(lambda: self.health()[1]["status"] == status, seconds)
 
     def running(self) -> list[float]:
@@ -179,7 +179,7 @@ def test_a_stopped_leader_is_left_and_joins_again(front: Replicated, stub: StubC
     asked = Asked(front, 4, max_tokens=60)
     wait_for(lambda: min(front.running()) > 0)
     os.kill(stubs[0].pid, signal.SIGSTOP)
-    front.wait_for_health("degraded", 15)
+    front.wait_for_health("degraded")
     assert front.health()[1]["missing"] == [{"replica": 0, "reason": "it can't be reached"}]
     assert [status for status, _ in asked.wait()] == [200] * 4
     os.kill(stubs[0].pid, signal.SIGCONT)
