@@ -5,6 +5,7 @@
 #   ROSE_LOGS          folder that every node sees; a folder a job in it; default: the folder where sbatch was called
 #   ROSE_CONTAINER     image; unset runs on the nodes' own system
 #   ROSE_CONTAINER_BY  pyxis or apptainer; default: pyxis where srun has it
+#   ROSE_REPLICAS      serve by so many replicas, each on as many whole nodes
 #   ROSE_MOUNTS        more folders for the container, HOST:INSIDE,…
 
 fatal() {
@@ -27,6 +28,9 @@ mkdir -p "$logs"
 # srun does not take --cpus-per-task from sbatch (since Slurm 22.05), and threads must not outnumber the cores.
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SRUN_CPUS_PER_TASK}
+
+# What a rank's guard runs when the first node is gone: Slurm itself notices that only after SlurmdTimeout.
+export ROSE_END_JOB=${ROSE_END_JOB-scancel $SLURM_JOB_ID}
 
 # One rank a GPU. With --gpus-per-node every rank sees all GPUs of its node and takes the one of its local rank; with
 # --gpus-per-task each sees its own alone, as number 0, and NVLink needs --gpu-bind=none.
@@ -91,5 +95,24 @@ run_ranks() {
   done
   { kill -KILL $patience; wait $patience; } 2>/dev/null || true # without a word from bash
   rm -f "$ended"
+  return $code
+}
+
+# Serves by ROSE_REPLICAS steps of this job: `rose launch`, on this node, starts them, and each again when it is lost.
+run_replicas() {
+  local code=0 launch ranks=${SLURM_NTASKS:-$((SLURM_JOB_NUM_NODES * ${SLURM_NTASKS_PER_NODE:-1}))}
+  [ ${#inside[@]} = 0 ] || fatal "replicas in containers need pyxis, not apptainer"
+  [ $((SLURM_JOB_NUM_NODES % ROSE_REPLICAS)) = 0 ] ||
+    fatal "$ROSE_REPLICAS replicas on whole nodes: $SLURM_JOB_NUM_NODES nodes can't be shared out"
+  export ROSE_END_JOB= # the end of a replica is not the job's
+  trap 'kill -TERM $launch' TERM INT USR1
+  "$ROSE_PYTHON" -m rose_dist launch --replicas "$ROSE_REPLICAS" -n $((ranks / ROSE_REPLICAS)) --by srun \
+    --srun-options "$(printf "%q " "${step[@]:3}")" --drain-timeout "${ROSE_DRAIN_SECONDS:-20}" -- "$@" &
+  launch=$!
+  wait $launch || code=$?
+  while kill -0 $launch 2>/dev/null; do # a trapped signal ends `wait` before its time
+    code=0
+    wait $launch || code=$?
+  done
   return $code
 }

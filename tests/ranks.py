@@ -28,7 +28,7 @@ from rose_dist.comm.mpi_environment import mpi_environment
 from tests.job import KEY
 
 REPOSITORY = Path(__file__).parent.parent
-START_SECONDS = 60.0
+START_SECONDS = 180.0
 GRACE_SECONDS = 2.0
 """How long the other ranks get to report after the first failure; mostly they hang in a call that it missed."""
 
@@ -45,7 +45,7 @@ class RankError(AssertionError):
     """A function failed on some ranks; the message has their tracebacks and the job's output."""
 
 
-def run_ranks(n: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(n: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
     """`function(world, *args)` on n ranks, and what each returned, by rank.
 
     `function` stands at the top of an importable module; arguments and results are pickled. Raises `RankError` if it

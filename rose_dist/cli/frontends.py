@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -14,11 +15,16 @@ from collections.abc import Sequence
 
 import msgspec
 
+from rose_dist.comm.addresses import outward_address
 from rose_dist.errors import RoseError
-from rose_dist.frontend.config import ENGINE_FAILED, FrontendConfig, LaunchSpec
+from rose_dist.frontend.config import ENGINE_FAILED, FrontendConfig, LaunchSpec, ReplicaNews
 from rose_dist.frontend.sockets import listening_sockets
 
 logger = logging.getLogger(__name__)
+
+
+_TELL_SECONDS = 3.0
+"""What frontends get to tell their clients that the engine has failed."""
 
 
 class FrontendError(RoseError):
@@ -44,29 +50,53 @@ def listen(host: str, port: int, count: int) -> list[socket.socket]:
 class Frontends:
     """The HTTP side, in processes of its own so that it does not share the engine's interpreter."""
 
-    def __init__(self, config: FrontendConfig, leaders: list[str], listeners: Sequence[socket.socket]) -> None:
+    def __init__(
+        self, config: FrontendConfig, listeners: Sequence[socket.socket], leaders: Sequence[str] = (), replicas: int = 0
+    ) -> None:
+        """`leaders` or `replicas`, as in `LaunchSpec`."""
         self._shared = tempfile.TemporaryDirectory(prefix="rose-frontends-") if len(listeners) > 1 else None
-        host, self.port = listeners[0].getsockname()[:2]
-        logger.info("listening on http://%s:%d; /health says when the model is loaded", host, self.port)
-        self._processes = [self._start(config, leaders, listener) for listener in listeners]
-        self._draining = False
-
-    def _start(self, config: FrontendConfig, leaders: list[str], listener: socket.socket) -> subprocess.Popen[bytes]:
+        host, port = listeners[0].getsockname()[:2]
+        logger.info("listening on http://%s:%d; /health says when the model is loaded", host, port)
+        self._address = host, port
         spec = LaunchSpec(
             config=config,
-            leaders=leaders,
-            listen_fd=listener.fileno(),
+            leaders=list(leaders),
+            replicas=replicas,
+            listen_fd=-1,
             parent_pid=os.getpid(),
             shared=None if self._shared is None else self._shared.name,
         )
+        self._processes = [self._start(spec, listener) for listener in listeners]
+        self._draining = False
+
+    def _start(self, spec: LaunchSpec, listener: socket.socket) -> subprocess.Popen[bytes]:
+        spec = msgspec.structs.replace(spec, listen_fd=listener.fileno())
         arguments = [sys.executable, "-m", "rose_dist.frontend", msgspec.json.encode(spec).decode()]
         with listener:
             # A session of its own: mpirun hands signals to a rank's whole process group, and the rank starts the drain.
-            return subprocess.Popen(arguments, pass_fds=[listener.fileno()], start_new_session=True)
+            return subprocess.Popen(
+                arguments,
+                stdin=subprocess.PIPE if spec.replicas else subprocess.DEVNULL,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,
+            )
+
+    @property
+    def url(self) -> str:
+        """As other hosts reach it."""
+        host, port = self._address
+        return f"http://{outward_address() if host == '0.0.0.0' else host}:{port}"
 
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
+
+    def tell(self, news: ReplicaNews) -> None:
+        for process in self._processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # `check` will say that it has ended
+                process.stdin.write(msgspec.json.encode(news) + b"\n")
+                process.stdin.flush()
 
     def drain(self) -> None:
         """Let them finish what runs and then stop the engine."""
@@ -83,10 +113,29 @@ class Frontends:
             if code is not None and not (self._draining and code == 0):
                 raise FrontendError(f"the frontend process ended by itself with exit code {code}; see its log above")
 
+    @property
+    def ended(self) -> bool:
+        return all(process.poll() is not None for process in self._processes)
+
+    def fail(self) -> None:
+        """Have those that still run tell their clients that the engine has failed, and end them."""
+        for number in (signal.SIGUSR1, signal.SIGKILL):
+            for process in self._processes:
+                if process.poll() is None:
+                    process.send_signal(number)
+            for process in self._processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_TELL_SECONDS)
+        self._cleanup()
+
     def wait(self) -> None:
         """For their end, after a drain."""
         for process in self._processes:
             if code := process.wait():
                 raise FrontendError(f"the frontend process ended with exit code {code}; see its log above")
+        self._cleanup()
+
+    def _cleanup(self) -> None:
+        """After their end: what they shared."""
         if self._shared is not None:
             self._shared.cleanup()

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,11 +27,13 @@ class Launch:
     ranks: over all hosts.
     hosts: `name` or `name:ranks` each; empty is this host.
     command: rose's own arguments.
+    devices: the GPUs that the ranks may use, by number; None: all.
     """
 
     ranks: int
     hosts: tuple[str, ...]
     command: tuple[str, ...]
+    devices: range | None = None
 
     @cached_property
     def ranks_per_host(self) -> int:
@@ -44,7 +46,13 @@ class Launch:
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """`base` with what the ranks need; threads share the cores among the ranks of a host."""
         threads = max(1, len(os.sched_getaffinity(0)) // self.ranks_per_host)
-        return {"OMP_NUM_THREADS": str(threads)} | mpi_environment(base)
+        return {"OMP_NUM_THREADS": str(threads)} | mpi_environment(base) | self._visible_devices(base)
+
+    def _visible_devices(self, base: Mapping[str, str]) -> dict[str, str]:
+        if self.devices is None:
+            return {}
+        visible = [name for name in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(visible[i] if i < len(visible) else str(i) for i in self.devices)}
 
     def mpirun(self, environment: Mapping[str, str]) -> list[str]:
         """Open MPI's command line. Other hosts see only the variables that it exports."""
@@ -53,14 +61,17 @@ class Launch:
             place = ["--host", ",".join(self.hosts), *place]
             for name in sorted(self._exported(environment)):
                 place += ["-x", name]
+            if self.devices is not None:
+                place += ["-x", "CUDA_VISIBLE_DEVICES"]
         return [_find_mpirun(), "-n", str(self.ranks), *place, *self._rank_command()]
 
-    def srun(self) -> list[str]:
+    def srun(self, options: Sequence[str] = ()) -> list[str]:
         """The same ranks as a Slurm step, to be run inside an allocation or with one's own options."""
-        nodes = ["-N", str(len(self.hosts) or 1), "-n", str(self.ranks)]
-        threads = max(1, len(os.sched_getaffinity(0)) // self.ranks_per_host)
-        options = ["--mpi=pmix", *nodes, "--cpus-per-task", str(threads), "--kill-on-bad-exit=1", "--unbuffered"]
-        return ["srun", *options, *self._rank_command()]
+        place = ["-N", str(len(self.hosts) or 1), "-n", str(self.ranks)]
+        if "SRUN_CPUS_PER_TASK" not in os.environ:
+            place += ["--cpus-per-task", str(max(1, len(os.sched_getaffinity(0)) // self.ranks_per_host))]
+        ours = ["--mpi=pmix", *place, "--kill-on-bad-exit=1", "--unbuffered"]
+        return ["srun", *ours, *options, *self._rank_command()]
 
     def _rank_command(self) -> list[str]:
         return [sys.executable, "-m", "rose_dist", *self.command]
@@ -96,8 +107,21 @@ def _parse_hosts(ctx: click.Context, param: click.Parameter, value: str | None) 
 
 
 @click.command("launch", context_settings={"ignore_unknown_options": True})
-@click.option("-n", "--ranks", type=click.IntRange(min=1), required=True, help="Processes; one a GPU.")
+@click.option("-n", "--ranks", type=click.IntRange(min=1), required=True, help="Processes, of each replica; one a GPU.")
 @click.option("--hosts", callback=_parse_hosts, help="NAME[:RANKS],… instead of this host.")
+@click.option(
+    "--replicas",
+    type=click.IntRange(min=1),
+    help="Serve by so many jobs of -n ranks each; one that is lost does not take the others with it.",
+)
+@click.option(
+    "--by",
+    type=click.Choice(["mpirun", "srun"]),
+    default="mpirun",
+    show_default=True,
+    help="What starts replicas; srun in a Slurm allocation.",
+)
+@click.option("--srun-options", default="", help="More of them, for --by srun.")
 @click.option(
     "--drain-timeout",
     type=click.FloatRange(min=0),
@@ -108,17 +132,40 @@ def _parse_hosts(ctx: click.Context, param: click.Parameter, value: str | None) 
 @click.option("--print", "print_only", is_flag=True, help="Print the commands for mpirun and srun, and run nothing.")
 @click.argument("rose_command", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(
-    *, ranks: int, hosts: tuple[str, ...], drain_timeout: float, print_only: bool, rose_command: tuple[str, ...]
+    *,
+    ranks: int,
+    hosts: tuple[str, ...],
+    replicas: int | None,
+    by: str,
+    srun_options: str,
+    drain_timeout: float,
+    print_only: bool,
+    rose_command: tuple[str, ...],
 ) -> int:
     """Start ROSE_COMMAND on several MPI ranks.
 
     For example: rose launch -n 2 -- serve MODEL --dp 2 --ep 2
     """
+    if replicas is not None:
+        from rose_dist.cli.replicated import ReplicatedLaunch  # noqa: PLC0415
+
+        options = shlex.split(srun_options) if by == "srun" else None
+        launches = ReplicatedLaunch(replicas, ranks, hosts, rose_command, options)
+        if print_only:
+            click.echo("\n".join(launches.describe()))
+            return 0
+        launches.run(drain_timeout)
+        return 0
     launch = Launch(ranks, hosts, rose_command)
     environment = launch.environment(os.environ)
     if print_only:
-        added = [f"{key}={value}" for key, value in environment.items() if os.environ.get(key) != value]
-        click.echo(shlex.join(["env", *added, *launch.mpirun(environment)]))
-        click.echo(shlex.join(["env", *added, *launch.srun()]))
+        click.echo(described(environment, launch.mpirun(environment)))
+        click.echo(described(environment, launch.srun()))
         return 0
     return supervise(launch.mpirun(environment), environment, drain_timeout)
+
+
+def described(environment: Mapping[str, str], command: Sequence[str]) -> str:
+    """A line for a shell that runs `command` in `environment`."""
+    added = [f"{key}={value}" for key, value in environment.items() if os.environ.get(key) != value]
+    return shlex.join(["env", *added, *command])

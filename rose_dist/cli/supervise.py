@@ -16,7 +16,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 _KILL_AFTER = 10.0
 """Seconds that mpirun gets to end its ranks once it is told to; it needs half a second."""
-_HOST_LOST = b"PRTE has lost communication with a remote daemon"
+HOST_LOST = "PRTE has lost communication with a remote daemon"
 """What mpirun says when a host is gone. It ends the job then, with exit code 0."""
 _HOST_LOST_CODE = 1
 
@@ -35,7 +35,7 @@ def supervise(arguments: Sequence[str], environment: Mapping[str, str], drain_ti
         env=dict(environment),
         stderr=subprocess.PIPE,
         start_new_session=True,
-        preexec_fn=_die_with_parent(os.getpid()),  # noqa: PLW1509  this process has one thread
+        preexec_fn=die_with_parent(os.getpid()),  # noqa: PLW1509  this process has one thread
     )
     copy = _ErrorCopy(child)
     escalation = iter((signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL))
@@ -70,7 +70,7 @@ class _ErrorCopy:
     def _copy(self, child: subprocess.Popen[bytes]) -> None:
         assert child.stderr is not None
         for line in child.stderr:
-            self._lost = self._lost or _HOST_LOST in line
+            self._lost = self._lost or HOST_LOST.encode() in line
             with contextlib.suppress(OSError):  # nowhere to write to, as on a full disk
                 sys.stderr.buffer.write(line)
                 sys.stderr.buffer.flush()
@@ -81,7 +81,7 @@ class _ErrorCopy:
         return self._lost
 
 
-def _die_with_parent(parent: int) -> Callable[[], None]:
+def die_with_parent(parent: int) -> Callable[[], None]:
     """What mpirun's process does before it becomes mpirun: ask for SIGTERM when its parent dies (prctl(2)).
 
     Its standard error goes nowhere then; it must not die of that before it has ended its ranks.

@@ -170,7 +170,7 @@ class Guard:
                 self.send(leave=True)
                 self.done = True
             else:
-                self.fail(f"{self.who}: the process is gone; it was killed, or crashed")
+                self.fail_gone()
             return
         *orders, self.pending = (self.pending + received).split(b"\n")
         for order in map(json.loads, orders):
@@ -200,11 +200,15 @@ class Guard:
         self.drop(link)
         if not link.who or self.leaving or self.end_at is not None:
             return
-        if self.listener is not None:
+        if state_of(self.process)[0] in "ZX":
+            self.fail_gone()  # the launcher was faster than the kernel, which has its memory to give back first
+        elif self.listener is not None:
             self.fail(f"{link.who}: {why}", wait=wait)
         else:
             turn = time.monotonic() + TURN * min(self.rank - 1, 3)
             self.turn = (turn, f"{link.who}: {why}, says {self.who}", wait)
+            if wait:
+                end_job()
 
     def drop(self, link: Link) -> None:
         self.links.remove(link)
@@ -255,6 +259,9 @@ class Guard:
             elif now - self.stopped_since.setdefault(process, now) > STOPPED:
                 self.fail(f"{self.who}: {what}stopped for {STOPPED:g} s, as by SIGSTOP")
 
+    def fail_gone(self) -> None:
+        self.fail(f"{self.who}: the process is gone; it was killed, or crashed")
+
     def fail(self, message: str, stacks: bool = False, wait: float = 0.0) -> None:
         """Something is wrong with a rank; `message` says with which and what. `stacks`: show what every rank does.
         `wait`: seconds before this rank is killed, besides those that its frontend gets.
@@ -293,6 +300,16 @@ class Guard:
             with contextlib.suppress(OSError):
                 os.unlink(path)
         self.done = True
+
+
+def end_job() -> None:
+    """Rank 0's host is gone, and with it what would tell the cluster's manager that the job is at its end: do that from
+    here, by the command that the job's script has left for it.
+    """
+    words = os.environ.get("ROSE_END_JOB", "").split()
+    if words:
+        with contextlib.suppress(OSError):  # a container may lack it
+            os.posix_spawnp(words[0], words, os.environ)
 
 
 def state_of(process: int) -> tuple[str, int]:

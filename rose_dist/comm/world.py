@@ -13,13 +13,14 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from rose_dist.comm.addresses import reachable_address
+from rose_dist.comm.affinity import settle
 from rose_dist.comm.agreement import check_agreement, code_version
 from rose_dist.comm.group import Group
 from rose_dist.comm.guard import Guard
@@ -92,6 +93,7 @@ class World:
             world = cls(None, None, timeout)
             configure_logging(0, world.host, log_dir, log_level)
             return world
+        os.environ.update(settle(os.environ))
         guard = Guard()
         expected = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "?")
         host = socket.gethostname()
@@ -197,7 +199,8 @@ class World:
 
     def abort(self, message: str) -> NoReturn:
         """End the job on all ranks with exit code 1 and one message that names this rank, its host and its stage."""
-        print(self._say(message), file=sys.stderr, flush=True)
+        with suppress(OSError):  # nowhere to write to, as on a full disk
+            print(self._say(message), file=sys.stderr, flush=True)
         self._end()
 
     def _say(self, message: str = "") -> str:
@@ -205,7 +208,8 @@ class World:
 
     def _end(self) -> NoReturn:
         logging.shutdown()
-        sys.stdout.flush()
+        with suppress(OSError):
+            sys.stdout.flush()
         if self._guard is not None:
             self._guard.spoken()  # and let it kill this rank if MPI can't end the job
         if self._communicator is not None:
@@ -228,7 +232,8 @@ class World:
             # A user's mistake is mostly seen by all ranks at once: let the first one tell it, alone.
             time.sleep(_TURN_SECONDS * min(self.rank, 2))
             self.abort(f"error: {error}")
-        traceback.print_exception(error)
+        with suppress(OSError):
+            traceback.print_exception(error)
         self.abort(f"{type(error).__name__}: {error}")
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ class Mailbox:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str) -> None:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.sndhwm = self.socket.rcvhwm = 0  # tokens are never dropped
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a frontend that connects anew is the same one
         port = self.socket.bind_to_random_port(f"tcp://{host}")
         self.address = f"tcp://{host}:{port}"
         self.stopping = False
@@ -40,7 +41,7 @@ class Mailbox:
         self._encoder = msgspec.msgpack.Encoder()
 
     def receive(self, engine: Engine) -> bool:
-        """Hand all that has come to the engine; whether there is anything to step for."""
+        """Hand all that has come to the engine, compiled grammars too; whether there is anything to step for."""
         while True:
             try:
                 client, message = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -50,6 +51,7 @@ class Mailbox:
                 self._handle(engine, client, self._decoder.decode(message))
             except msgspec.DecodeError:
                 logger.exception("a frontend sent a message that can't be read; it is dropped")
+        self.deliver(engine.take_compiled(), engine.scheduler.stats)
         return engine.scheduler.has_work or self.stopping or engine.rebalance_wanted
 
     def _handle(self, engine: Engine, client: bytes, message: ToEngine) -> None:
@@ -57,11 +59,12 @@ class Mailbox:
             case Generate():
                 self.deliver(engine.submit(client, message), engine.scheduler.stats)
             case Cancel(request_id):
-                engine.scheduler.cancel(client, request_id)
+                engine.cancel(client, request_id)
             case Rebalance():
                 engine.rebalance_wanted = True
             case Hello():
                 self._clients.add(client)
+                engine.scheduler.cancel_all(client)
                 self.socket.send_multipart([client, self._encoder.encode(engine.ready())])
             case Shutdown():
                 self._clients.discard(client)

@@ -66,7 +66,9 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """A frontend's first message; the leader answers `Ready` once the model is loaded."""
+    """A frontend's first message on a connection; the leader answers `Ready` once the model is loaded. After a lost
+    connection it voids what the frontend had asked for before.
+    """
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -80,7 +82,7 @@ class Rebalance(msgspec.Struct, frozen=True, tag="rebalance"):
 ToEngine = Generate | Cancel | Hello | Shutdown | Rebalance
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Natural-log probabilities at one output position."""
 
     logprob: float
@@ -89,7 +91,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """The likeliest tokens, best first: (token id, log probability)."""
 
 
-class Output(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Output(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """What one step produced for one request. Every generated token is delivered exactly once, in order."""
 
     request_id: str
@@ -100,7 +102,11 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Set on the request's last message."""
     error: str | None = None
     cached_tokens: int = 0
-    """Prompt tokens served from the prefix cache; set on the request's first message with tokens."""
+    """Prompt tokens served from the prefix cache; set, as the next two, on the request's first message with tokens."""
+    queue_s: float = 0.0
+    """Seconds from the request's arrival to the plan of its first step, with the compilation of its grammar."""
+    prefill_s: float = 0.0
+    """Seconds from there to its first token."""
 
 
 class EngineStats(msgspec.Struct, kw_only=True):

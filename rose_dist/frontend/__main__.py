@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import socket
 import sys
-from pathlib import Path
 
 import msgspec
 
@@ -22,8 +20,7 @@ def main() -> None:
         sys.exit(f"rose_dist.frontend takes one argument, a LaunchSpec as JSON: {error}")
     die_with_parent(spec.parent_pid)
     try:
-        shared = Path(spec.shared) if spec.shared is not None else None
-        serve(spec.config, spec.leaders, socket.socket(fileno=spec.listen_fd), shared=shared)
+        serve(spec)
     except RoseError as error:
         sys.exit(str(error))
 

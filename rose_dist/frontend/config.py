@@ -58,12 +58,24 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.names[0]
 
 
+class ReplicaNews(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica has come or gone; a line of JSON on a frontend's standard input."""
+
+    number: int
+    leaders: list[str] = []
+    """ZMQ addresses, by data-parallel rank, of one that has loaded the model; empty: it has ended."""
+    reason: str = ""
+    """Why it ended."""
+
+
 class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The one JSON argument of `python -m rose_dist.frontend`."""
 
     config: FrontendConfig
     leaders: list[str]
-    """ZMQ address of each data-parallel leader's ROUTER socket, by data-parallel rank."""
+    """ZMQ address of each data-parallel leader's ROUTER socket, by data-parallel rank, of a server that is one job."""
+    replicas: int = 0
+    """Jobs of a server that is several; `ReplicaNews` on standard input tell of them. 0: it is one job."""
     listen_fd: int
     """An inherited, bound TCP socket."""
     parent_pid: int

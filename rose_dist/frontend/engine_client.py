@@ -1,227 +1,178 @@
-"""The frontend's side of the wire: one ZMQ DEALER socket a data-parallel leader, on the asyncio loop.
-
-Plain non-blocking sockets under `add_reader` rather than zmq.asyncio, whose futures cost more than a token's whole
-budget. ZMQ's descriptor is edge-triggered: after every wake-up and every send, everything that is there is read.
-"""
+"""The engine as this frontend sees it: replicas that come and go, their leaders, and the requests on their way."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
 import zmq
 
-from rose_dist.engine.protocol import (
-    Cancel,
-    EngineStats,
-    Generate,
-    Hello,
-    Output,
-    Outputs,
-    Ready,
-    Rebalance,
-    Shutdown,
-    ToEngine,
-    ToFrontend,
-)
+from rose_dist.engine.protocol import Cancel, Generate, Outputs, Ready, Rebalance, ToFrontend
+from rose_dist.frontend.announcements import Announcements
+from rose_dist.frontend.errors import ReplicaLostError
+from rose_dist.frontend.generation import Generation
+from rose_dist.frontend.leader import Leader
 from rose_dist.frontend.routing import Router
 
 logger = logging.getLogger(__name__)
 
-_READS_A_TURN = 64
-"""Messages read before other callbacks of the loop get their turn."""
+
+LOADING = "it is loading the model"
 
 
 @dataclass
-class Leader:
-    """One data-parallel leader as this frontend sees it."""
+class Replica:
+    """A job of ranks that can be lost without the others: one or more leaders."""
 
-    address: str
-    socket: zmq.Socket[bytes]
-    ready: Ready | None = None
-    stats: EngineStats = field(default_factory=EngineStats)
-    in_flight: int = 0
-    """Requests of this frontend that have not ended."""
-
-
-class Generation:
-    """The choices of one HTTP request, on their way through one leader. Iterate with `receive`."""
-
-    def __init__(self, client: EngineClient, leader: Leader, request_ids: list[str]) -> None:
-        self._client = client
-        self._leader = leader
-        self._live = {request_id: index for index, request_id in enumerate(request_ids)}
-        self._pending: list[tuple[int, Output]] = []
-        self._waiter: asyncio.Future[None] | None = None
-        self._aborted: Exception | None = None
+    number: int
+    leaders: list[Leader] = field(default_factory=list)
+    """By data-parallel rank; empty while there is no such job."""
+    gone: str = LOADING
+    """Why it is not ready."""
 
     @property
-    def finished(self) -> bool:
-        """Every choice has ended and everything was received."""
-        return not self._live and not self._pending
-
-    async def receive(self) -> Sequence[tuple[int, Output]]:
-        """What arrived since the last call, as (choice index, output); waits until there is something.
-
-        Raises: what `abort` was given.
-        """
-        while not self._pending:
-            if self._aborted is not None:
-                raise self._aborted
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        pending, self._pending = self._pending, []
-        return pending
-
-    def cancel(self, index: int) -> None:
-        """End one choice now; nothing more is received for it."""
-        for request_id, live_index in list(self._live.items()):
-            if live_index == index:
-                self._client.cancel(self._leader, request_id)
-                del self._live[request_id]
-
-    def close(self) -> None:
-        """Cancel whatever still runs. Safe to call at any time, any number of times."""
-        for request_id in list(self._live):
-            self._client.cancel(self._leader, request_id)
-        self._live.clear()
-
-    def abort(self, error: Exception) -> None:
-        """Cancel everything and let `receive` raise `error`."""
-        self._aborted = error
-        self.close()
-        self._wake()
-
-    def deliver(self, output: Output) -> None:
-        index = self._live.get(output.request_id)
-        if index is None:
-            return
-        if output.finish is not None:
-            del self._live[output.request_id]
-        self._pending.append((index, output))
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def ready(self) -> bool:
+        return bool(self.leaders) and all(leader.ready is not None for leader in self.leaders)
 
 
 class EngineClient:
-    def __init__(self, addresses: Sequence[str]) -> None:
+    def __init__(self, addresses: Sequence[str], replicas: int = 0) -> None:
         """
         Args:
-            addresses: ZMQ addresses of the leaders' ROUTER sockets, by data-parallel rank.
+            addresses: ZMQ addresses of the leaders' ROUTER sockets, by data-parallel rank, if there is but one job,
+                with which this process ends.
+            replicas: otherwise how many jobs there are; `attach` and `detach` tell of each.
         """
-        self._context = zmq.Context()
-        self.leaders = [Leader(address, self._connect(address)) for address in addresses]
-        self._router = Router(len(self.leaders))
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._addresses = addresses
+        self._detachable = replicas > 0
+        self.replicas = [Replica(number) for number in range(replicas or 1)]
+        self._router = Router()
         self._generations: dict[str, tuple[Generation, Leader]] = {}
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[ToFrontend] = msgspec.msgpack.Decoder(ToFrontend)
-        self._drain_scheduled: set[str] = set()
-        self.arrival = time.monotonic()
-        """When the outputs being handed out were read from the socket."""
-
-    def _connect(self, address: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.SNDHWM, 0)  # the engine limits its queue itself, by answering `overloaded`
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.LINGER, 1000)
-        socket.connect(address)
-        return socket
+        self._announcements = Announcements()
 
     def open(self) -> None:
-        """Greet every leader. Call on the running loop."""
-        self._loop = asyncio.get_running_loop()
-        for leader in self.leaders:
-            self._loop.add_reader(leader.socket.fileno(), self._read, leader)
-            self._send(leader, Hello())
+        """Greet the leaders of the one job. Call on the running loop."""
+        if not self._detachable:
+            self.attach(0, self._addresses)
+
+    def attach(self, number: int, addresses: Sequence[str]) -> None:
+        """A replica, perhaps a new one in a lost one's place, has loaded the model."""
+        replica = self.replicas[number]
+        self._close(replica)
+        lose = self._lose if self._detachable else None
+        replica.leaders = [Leader(self._context, address, self._take, lose) for address in addresses]
+
+    def detach(self, number: int, reason: str) -> None:
+        """A replica has ended: its requests raise `ReplicaLostError`."""
+        replica = self.replicas[number]
+        self._close(replica)
+        replica.gone = reason
+
+    def _close(self, replica: Replica) -> None:
+        leaders, replica.leaders = replica.leaders, []
+        for leader in leaders:
+            leader.ready = None
+            leader.close()
+            self._give_up(leader)
 
     def close(self, *, shutdown: bool = False) -> None:
         """Leave the loop; with `shutdown`, tell every leader to end."""
-        for leader in self.leaders:
-            if shutdown:
-                leader.socket.send(self._encoder.encode(Shutdown()))
-            self._loop.remove_reader(leader.socket.fileno())
-            leader.socket.close()
+        for replica in self.replicas:
+            for leader in replica.leaders:
+                leader.close(shutdown=shutdown)
         self._context.term()
 
     @property
     def ready(self) -> bool:
-        return all(leader.ready is not None for leader in self.leaders)
+        """Some replica takes requests."""
+        return any(replica.ready for replica in self.replicas)
+
+    def why_not_ready(self) -> str:
+        """For clients."""
+        lost = any(replica.gone != LOADING for replica in self.replicas)
+        return "No replica is up; they are being started again" if lost else "The model is still loading"
+
+    def missing(self) -> list[Replica]:
+        """The replicas that are not ready."""
+        return [replica for replica in self.replicas if not replica.ready]
+
+    def numbered(self) -> Iterator[tuple[int, Replica, Leader]]:
+        """The leaders that there are, each with a number that stays the same when others are lost."""
+        most = max(len(replica.leaders) for replica in self.replicas)  # all ready ones have as many
+        for replica in self.replicas:
+            for rank, leader in enumerate(replica.leaders):
+                yield replica.number * most + rank, replica, leader
 
     @property
     def max_prompt_room(self) -> tuple[int, int]:
-        """(max_context, kv_capacity) in tokens: what the smallest leader takes for prompt plus output."""
-        ready = [leader.ready for leader in self.leaders if leader.ready is not None]
+        """(max_context, kv_capacity) in tokens: what the smallest leader takes for prompt plus output.
+
+        Raises:
+            ReplicaLostError: no replica is ready any more.
+        """
+        ready = [leader.ready for _, _, leader in self.numbered() if leader.ready is not None]
+        if not ready:
+            raise ReplicaLostError
         return min(r.max_context for r in ready), min(r.kv_capacity for r in ready)
 
-    @property
-    def in_flight(self) -> int:
-        return len(self._generations)
-
     def start(self, requests: list[Generate]) -> Generation:
-        """Send the choices of one request, all to one leader, so that they share their prompt's cache."""
-        leader = self.leaders[self._router.choose(requests[0].prompt, [leader.in_flight for leader in self.leaders])]
-        generation = Generation(self, leader, [request.request_id for request in requests])
+        """Send the choices of one request, all to one leader, so that they share their prompt's cache.
+
+        Raises:
+            ReplicaLostError: no replica is ready any more.
+        """
+        leaders = {number: leader for number, replica, leader in self.numbered() if replica.ready}
+        if not leaders:
+            raise ReplicaLostError
+        loads = {number: leader.in_flight for number, leader in leaders.items()}
+        leader = leaders[self._router.choose(requests[0].prompt, loads)]
+        generation = Generation([request.request_id for request in requests], self._cancel, self._announcements)
         for request in requests:
             self._generations[request.request_id] = (generation, leader)
             leader.in_flight += 1
-            self._send(leader, request)
+            leader.send(request)
         return generation
-
-    def cancel(self, leader: Leader, request_id: str) -> None:
-        if self._forget(request_id):
-            self._send(leader, Cancel(request_id))
 
     def rebalance(self) -> None:
         """Ask every leader to have the experts rearranged; how it went is in the stats that follow."""
-        for leader in self.leaders:
-            self._send(leader, Rebalance())
+        for _, replica, leader in self.numbered():
+            if replica.ready:
+                leader.send(Rebalance())
 
     def abort_all(self, error: Exception) -> None:
         for generation in {generation for generation, _ in self._generations.values()}:
             generation.abort(error)
 
-    def _forget(self, request_id: str) -> bool:
+    def _cancel(self, request_id: str) -> None:
+        leader = self._forget(request_id)
+        if leader is not None:
+            leader.send(Cancel(request_id))
+
+    def _forget(self, request_id: str) -> Leader | None:
         entry = self._generations.pop(request_id, None)
         if entry is None:
-            return False
+            return None
         entry[1].in_flight -= 1
-        return True
+        return entry[1]
 
-    def _send(self, leader: Leader, message: ToEngine) -> None:
-        leader.socket.send(self._encoder.encode(message), zmq.NOBLOCK)
-        if leader.address not in self._drain_scheduled:  # sending may have used up the descriptor's edge
-            self._drain_scheduled.add(leader.address)
-            self._loop.call_soon(self._read, leader)
+    def _lose(self, leader: Leader) -> None:
+        for replica in self.replicas:
+            if leader in replica.leaders:
+                replica.gone = "it can't be reached"
+                logger.warning("Replica %d can't be reached at %s", replica.number, leader.address)
+        self._give_up(leader)
 
-    def _read(self, leader: Leader) -> None:
-        self._drain_scheduled.discard(leader.address)
-        if leader.socket.closed:
-            return
-        for _ in range(_READS_A_TURN):
-            try:
-                frame = leader.socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._take(leader, frame)
-        self._drain_scheduled.add(leader.address)
-        self._loop.call_soon(self._read, leader)
+    def _give_up(self, leader: Leader) -> None:
+        """End the requests that it works on, without telling it."""
+        lost = {request_id: generation for request_id, (generation, at) in self._generations.items() if at is leader}
+        for request_id in lost:
+            self._forget(request_id)
+        for generation in set(lost.values()):
+            generation.abort(ReplicaLostError())
 
-    def _take(self, leader: Leader, frame: bytes) -> None:
-        try:
-            message = self._decoder.decode(frame)
-        except msgspec.DecodeError:
-            logger.exception("A message of leader %s can't be decoded", leader.address)
-            return
+    def _take(self, leader: Leader, message: ToFrontend) -> None:
         if isinstance(message, Ready):
             leader.ready = message
             logger.info("Leader %d of %d is ready: %s", message.dp_rank, message.dp_size, message.layout)
@@ -230,7 +181,6 @@ class EngineClient:
 
     def _hand_out(self, leader: Leader, message: Outputs) -> None:
         leader.stats = message.stats
-        self.arrival = time.monotonic()
         generations = self._generations
         for output in message.outputs:
             entry = generations.get(output.request_id)

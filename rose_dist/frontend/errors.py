@@ -93,5 +93,15 @@ class UnavailableError(ApiError):
         super().__init__(message, code="unavailable", headers={"retry-after": str(retry_after_s)})
 
 
+class ReplicaLostError(UnavailableError):
+    """The replica that worked on the request is gone, and the request's output with it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The replica that worked on this request was lost; send the request again", retry_after_s=RETRY_AFTER_S
+        )
+        self.code = "replica_lost"
+
+
 class ClientGoneError(Exception):
     """The client closed the connection; there is nobody left to answer."""

@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from rose_dist.engine.protocol import EngineStats
-from rose_dist.frontend.engine_client import Leader
+from rose_dist.frontend.engine_client import EngineClient
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320)
 _FAST_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 1, 2, 5)
@@ -76,19 +76,20 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 class Metrics(Collector):
     """What one frontend process counted, and the gauges of its leaders."""
 
-    def __init__(self, model: str, leaders: list[Leader], shared: Path | None = None) -> None:
+    def __init__(self, model: str, client: EngineClient, shared: Path | None = None) -> None:
         """
         Args:
             shared: directory in which the other frontends of the server leave their counts.
         """
         self._model = model
-        self._leaders = leaders
+        self._client = client
         self._shared = shared
         self._own_file = shared and shared / f"metrics-{os.getpid()}"
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.finished: Counter[str] = Counter()
-        """Choices by finish reason; `abort` where the client left, `error` where the engine failed."""
+        """Choices by finish reason; `abort` where the client left, `error` where the engine failed, `lost` where the
+        replica did; some of these were asked for again and count once more."""
         self.http: Counter[tuple[str, str, int]] = Counter()
         """HTTP requests by (method, route, status)."""
         self.time_to_first_token = Histogram("time_to_first_token_seconds", "Arrival to first token", _SECONDS)
@@ -97,7 +98,10 @@ class Metrics(Collector):
             "request_time_per_output_token_seconds", "Mean time between the tokens of a choice", _FAST_SECONDS
         )
         self.end_to_end = Histogram("e2e_request_latency_seconds", "Arrival to last token", _SECONDS)
+        self.queue_time = Histogram("request_queue_time_seconds", "In the engine's queue", _SECONDS)
+        self.prefill_time = Histogram("request_prefill_time_seconds", "From the queue to the first token", _SECONDS)
         self.decode_time = Histogram("request_decode_time_seconds", "First to last token", _SECONDS)
+        self.inference_time = Histogram("request_inference_time_seconds", "From the queue to the last token", _SECONDS)
         self.request_prompt_tokens = Histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
         self.request_generation_tokens = Histogram("request_generation_tokens", "Tokens of a choice", _TOKENS)
         self.request_max_tokens = Histogram("request_params_max_tokens", "max_tokens of a request", _TOKENS)
@@ -159,21 +163,25 @@ class Metrics(Collector):
         labels = ["model_name", "leader"]
         for kind, name, documentation, read in _ENGINE:
             family = kind(f"rose:{name}", documentation, labels=labels)
-            for rank, leader in enumerate(self._leaders):
-                family.add_metric([self._model, str(rank)], read(leader.stats))
+            for number, _, leader in self._client.numbered():
+                family.add_metric([self._model, str(number)], read(leader.stats))
             yield family
         load = CounterMetricFamily(
             "rose:expert_load", "How often tokens chose an expert, all layers together", labels=[*labels, "expert"]
         )
-        for rank, leader in enumerate(self._leaders):
+        for number, _, leader in self._client.numbered():
             for expert, count in enumerate(leader.stats.expert_load):
-                load.add_metric([self._model, str(rank), str(expert)], count)
+                load.add_metric([self._model, str(number), str(expert)], count)
         yield load
         info = GaugeMetricFamily("rose:engine_info", "Always 1; what the engine is", labels=[*labels, "layout"])
-        for rank, leader in enumerate(self._leaders):
+        for number, _, leader in self._client.numbered():
             if leader.ready is not None:
-                info.add_metric([self._model, str(rank), leader.ready.layout], 1)
+                info.add_metric([self._model, str(number), leader.ready.layout], 1)
         yield info
+        up = GaugeMetricFamily("rose:replica_up", "1 for a replica that takes requests", labels=["replica"])
+        for replica in self._client.replicas:
+            up.add_metric([str(replica.number)], float(replica.ready))
+        yield up
 
 
 def _kv_usage(stats: EngineStats) -> float:

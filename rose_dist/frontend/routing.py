@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 _BLOCK = 128
 """Tokens of a prompt's head that are remembered together."""
@@ -15,23 +15,22 @@ _REMEMBERED = 8192
 class Router:
     """The least loaded leader, unless another has lately seen the same head and is not clearly more loaded."""
 
-    def __init__(self, leaders: int) -> None:
-        self._leaders = leaders
+    def __init__(self) -> None:
         self._seen: OrderedDict[int, int] = OrderedDict()
 
-    def choose(self, prompt: Sequence[int], loads: Sequence[int]) -> int:
+    def choose(self, prompt: Sequence[int], loads: Mapping[int, int]) -> int:
         """
         Args:
             prompt: token ids.
-            loads: requests in flight at each leader.
+            loads: requests in flight at each leader that takes requests, by its number; at least one.
 
-        Returns: the leader's index.
+        Returns: the leader's number.
         """
-        if self._leaders == 1:
-            return 0
+        if len(loads) == 1:
+            return next(iter(loads))
         heads = [hash(tuple(prompt[:end])) for end in self._ends(len(prompt))]
-        chosen = min(range(self._leaders), key=loads.__getitem__)
-        known = next((self._seen[head] for head in reversed(heads) if head in self._seen), None)
+        chosen = min(loads, key=loads.__getitem__)
+        known = next((self._seen[head] for head in reversed(heads) if self._seen.get(head) in loads), None)
         if known is not None and loads[known] <= loads[chosen] * 1.25 + 2:
             chosen = known
         for head in heads:

@@ -12,15 +12,17 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import uvicorn
 import uvloop
 
 from rose_dist.frontend.api.app import build_app
 from rose_dist.frontend.api.service import Service
-from rose_dist.frontend.config import ENGINE_FAILED, FrontendConfig
+from rose_dist.frontend.config import ENGINE_FAILED, LaunchSpec, ReplicaNews
+from rose_dist.frontend.connection import Connection
 from rose_dist.frontend.engine_client import EngineClient
 from rose_dist.frontend.errors import EngineError, UnavailableError
 from rose_dist.frontend.formats.choose import choose_format, load_codec
@@ -47,28 +49,23 @@ def die_with_parent(parent_pid: int) -> None:
         sys.exit(f"The process {parent_pid} that started this frontend is gone")
 
 
-def serve(
-    config: FrontendConfig, leaders: Sequence[str], listen_socket: socket.socket, *, shared: Path | None = None
-) -> None:
+def serve(spec: LaunchSpec) -> None:
     """Serve until SIGTERM or SIGINT, then drain, tell every leader to shut down, and return.
-
-    Args:
-        leaders: ZMQ addresses of the leaders' ROUTER sockets, by data-parallel rank.
-        listen_socket: a bound TCP socket.
-        shared: as in `LaunchSpec`.
 
     Raises:
         TokenizerError, FormatError: the checkpoint's files can't be used.
     """
+    config = spec.config
+    shared = Path(spec.shared) if spec.shared is not None else None
     tokenizer = load_codec(config.model_path)
     chat_format = choose_format(config.chat_format, tokenizer, template_path=config.chat_template)
-    client = EngineClient(leaders)
-    metrics = Metrics(config.name, client.leaders, shared)
+    client = EngineClient(spec.leaders, spec.replicas)
+    metrics = Metrics(config.name, client, shared)
     service = Service(config, tokenizer, chat_format, client, metrics, shared)
     gc.collect()
     gc.freeze()  # what lives as long as the process
-    gc.set_threshold(20_000, 20, 50)  # decoded outputs are many and short-lived; the default costs a tenth of the time
-    uvloop.run(_serve(service, listen_socket))
+    gc.set_threshold(5_000, 20, 50)  # the default costs a tenth of the time; more makes each collection a longer pause
+    uvloop.run(_serve(service, socket.socket(fileno=spec.listen_fd), news=spec.replicas > 0))
 
 
 class _Server(uvicorn.Server):
@@ -79,11 +76,11 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _serve(service: Service, listen_socket: socket.socket) -> None:
+async def _serve(service: Service, listen_socket: socket.socket, *, news: bool) -> None:
     server = _Server(
         uvicorn.Config(
             build_app(service),
-            http="httptools",
+            http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -99,6 +96,8 @@ async def _serve(service: Service, listen_socket: socket.socket) -> None:
         loop.add_signal_handler(number, _on_signal, service, stop)
     loop.add_signal_handler(signal.SIGUSR1, _on_engine_failure, service, stop)
     service.client.open()
+    if news:
+        loop.add_reader(0, _NewsReader(service.client).read)
     serving = asyncio.create_task(server.serve(sockets=[listen_socket]))
     stopping = asyncio.create_task(stop.wait())
     publishing = asyncio.create_task(_publish(service.metrics))
@@ -119,6 +118,27 @@ async def _publish(metrics: Metrics) -> None:
     while True:
         metrics.publish()
         await asyncio.sleep(_PUBLISH_S)
+
+
+class _NewsReader:
+    """Takes `ReplicaNews` from standard input."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._pending = b""
+        self._decoder = msgspec.json.Decoder(ReplicaNews)
+
+    def read(self) -> None:
+        received = os.read(0, 65536)
+        if not received:
+            asyncio.get_running_loop().remove_reader(0)
+        *lines, self._pending = (self._pending + received).split(b"\n")
+        for line in lines:
+            news = self._decoder.decode(line)
+            if news.leaders:
+                self._client.attach(news.number, news.leaders)
+            else:
+                self._client.detach(news.number, news.reason)
 
 
 def _on_signal(service: Service, stop: asyncio.Event) -> None:

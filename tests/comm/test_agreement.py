@@ -57,7 +57,7 @@ GENERATE = [sys.executable, "-m", "rose_dist", "generate"]
 def two_ranks(first: list[str], second: list[str]) -> str:
     """Output of a job whose two ranks have command lines of their own, and which fails."""
     process = mpirun(1, *first, ":", "-n", "1", *second, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=180)
     assert process.returncode != 0
     return str(output.decode())
 

@@ -33,7 +33,7 @@ if behaviour == "raise outside with":
     if world.rank == 1:
         raise ValueError("the weights are wrong")
     world.group.barrier()
-limit = 3 if behaviour in ("never joins", "late for groups") else 60
+limit = 3 if behaviour == "never joins" else 120
 with World.join(timeout=limit, log_dir=folder if behaviour == "log" else None) as world:
     with world.stage("load weights"):
         if world.rank == 1:
@@ -55,9 +55,10 @@ with World.join(timeout=limit, log_dir=folder if behaviour == "log" else None) a
                 case "late for groups":
                     time.sleep(60)
         if behaviour == "late for groups":
+            world._limit = 3  # from here on: a slow machine needs more to join
             world.groups(Layout.of(world.size))
         if behaviour == "late for a stage":
-            with world.stage("wait for rank 1", limit=1):
+            with world.stage("wait for rank 1", limit=3):
                 if world.rank != 1:
                     time.sleep(60)
                 time.sleep(0.5)
@@ -79,7 +80,7 @@ FAILURES = {
     "segfault": r"process rank 1 .* on node {host} exited on\s+signal 11",
     "never joins": r"\[0@{host}\] rank 0, stage 'start MPI': took more than 3 s",
     "late for groups": r"\[0@{host}\] rank 0, stage 'make groups for tp1 dp2 ep2': took more than 3 s",
-    "late for a stage": r"\[0@{host}\] rank 0, stage 'wait for rank 1': took more than 1 s",
+    "late for a stage": r"\[0@{host}\] rank 0, stage 'wait for rank 1': took more than 3 s",
 }
 
 
@@ -90,7 +91,7 @@ def launch(behaviour: str, folder: Path) -> tuple[int, str]:
         2, sys.executable, str(program), behaviour, str(folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     try:
-        output, _ = job.communicate(timeout=60)
+        output, _ = job.communicate(timeout=180)
     finally:
         job.kill()
     return job.returncode, output.decode()
@@ -121,7 +122,7 @@ def test_a_failure_ends_the_job(behaviour: str, tmp_path: Path) -> None:
     assert re.search(pattern, output), output
     if "Error" in pattern:
         assert output.count("Traceback") == 1
-    wait_until_gone(tmp_path, ended + 10)
+    wait_until_gone(tmp_path, ended + 60)
 
 
 def test_leaving_in_order(tmp_path: Path) -> None:
@@ -159,7 +160,7 @@ def test_sigterm_to_mpirun_ends_every_process(tmp_path: Path) -> None:
     while b"2 ranks" not in job.stdout.readline():
         pass
     job.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + 10
-    job.communicate(timeout=10)
+    deadline = time.monotonic() + 60
+    job.communicate(timeout=60)
     assert job.returncode != 0
     wait_until_gone(tmp_path, deadline)

@@ -7,7 +7,7 @@ import pytest
 import zmq
 
 from rose_dist.engine.mailbox import Mailbox
-from rose_dist.engine.protocol import Hello, Ready, Shutdown, ToEngine
+from rose_dist.engine.protocol import Generate, Hello, Output, Outputs, Ready, SamplingParams, Shutdown, ToEngine
 from tests.checkpoints import write_tiny
 from tests.engine.test_engine import Runner
 
@@ -18,8 +18,10 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
 
 
 class Frontend:
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, identity: bytes | None = None) -> None:
         self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        if identity is not None:
+            self.socket.routing_id = identity
         self.socket.connect(address)
 
     def send(self, message: ToEngine) -> None:
@@ -55,3 +57,29 @@ def test_a_message_that_cannot_be_read_is_dropped(runner: Runner) -> None:
     frontend.send(Hello())
     receive(mailbox, runner)
     assert frontend.socket.poll(5000)
+
+
+def test_a_frontend_that_connects_anew_has_asked_for_nothing(runner: Runner) -> None:
+    """And gets what is delivered from then on, though its first connection still stands."""
+    mailbox = Mailbox(zmq.Context.instance(), "127.0.0.1")
+    first, other = Frontend(mailbox.address, b"one"), Frontend(mailbox.address, b"other")
+    for frontend in (first, other):
+        frontend.send(Hello())
+        receive(mailbox, runner)
+        frontend.send(Generate(request_id="a", prompt=[5, 6], sampling=SamplingParams(), max_tokens=3))
+        assert receive(mailbox, runner)
+    again = Frontend(mailbox.address, b"one")
+    again.send(Hello())
+    receive(mailbox, runner)
+    waiting = [request.client for request in runner.engine.scheduler.waiting]
+    assert waiting == [b"other"]
+    assert msgspec.msgpack.decode(again.socket.recv(), type=Ready)
+    mailbox.deliver([(b"one", Output(request_id="b", token_ids=[7]))], runner.engine.scheduler.stats)
+    assert again.socket.poll(5000)
+    assert msgspec.msgpack.decode(again.socket.recv(), type=Outputs).outputs[0].token_ids == [7]
+    runner.engine.scheduler.cancel_all(b"other")
+    assert not runner.engine.scheduler.has_work
+    for frontend in (other, again):
+        frontend.send(Shutdown())
+        receive(mailbox, runner)
+    assert mailbox.stopping

@@ -51,7 +51,7 @@ class Frontend:
     ) -> tuple[int, bytes, dict[str, str]]:
         request = urllib.request.Request(self.url + path, body, headers or {}, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=20) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
                 return answer.status, answer.read(), {k.lower(): v for k, v in answer.headers.items()}
         except urllib.error.HTTPError as error:
             return error.code, error.read(), {k.lower(): v for k, v in error.headers.items()}
@@ -68,11 +68,11 @@ class Frontend:
             float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == f"rose:{name}"
         )
 
-    def wait_until_ready(self, seconds: float = 20) -> None:
+    def wait_until_ready(self, seconds: float = 60) -> None:
         wait_for(lambda: self.get("/health")[0] == 200, seconds)
 
 
-def wait_for(condition: Any, seconds: float = 5) -> None:
+def wait_for(condition: Any, seconds: float = 20) -> None:
     deadline = time.monotonic() + seconds
     while True:
         with contextlib.suppress(OSError):
@@ -105,7 +105,13 @@ def start_frontend(
 
 
 def start_frontends(
-    config: FrontendConfig, leaders: list[str], *, count: int, log: Any = None, shared: Path | None = None
+    config: FrontendConfig,
+    leaders: list[str],
+    *,
+    count: int,
+    log: Any = None,
+    shared: Path | None = None,
+    replicas: int = 0,
 ) -> tuple[list[subprocess.Popen[bytes]], int]:
     processes = []
     listeners = listening_sockets("127.0.0.1", 0, count)
@@ -114,6 +120,7 @@ def start_frontends(
         spec = LaunchSpec(
             config=config,
             leaders=leaders,
+            replicas=replicas,
             listen_fd=listener.fileno(),
             parent_pid=os.getpid(),
             shared=str(shared) if shared else None,
@@ -123,6 +130,7 @@ def start_frontends(
                 [sys.executable, "-m", "rose_dist.frontend", msgspec.json.encode(spec).decode()],
                 pass_fds=[listener.fileno()],
                 env=environment(),
+                stdin=subprocess.PIPE if replicas else None,
                 stderr=log,
             )
         )

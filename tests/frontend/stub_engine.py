@@ -43,6 +43,9 @@ class StubConfig(msgspec.Struct, kw_only=True):
     max_waiting: int = 1000
     step_s: float = 0.0
     tokens_per_step: int = 1
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    """What it says of every request."""
     loaded_when: str | None = None
     """A file; the model counts as loaded once it exists."""
     error_after: int | None = None
@@ -78,6 +81,7 @@ class StubEngine:
     def __init__(self, config: StubConfig) -> None:
         self._config = config
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
@@ -118,6 +122,9 @@ class StubEngine:
                     return False
             elif isinstance(message, Hello):
                 self._clients.add(identity)
+                for request_id in [i for i, running in self._running.items() if running.identity == identity]:
+                    del self._running[request_id]
+                self._waiting = deque(running for running in self._waiting if running.identity != identity)
                 self._send(identity, self._ready())
             elif isinstance(message, Cancel):
                 self._cancel(identity, message.request_id)
@@ -175,6 +182,7 @@ class StubEngine:
         output = Output(request_id=running.request.request_id, token_ids=tokens)
         if start == 0:
             output.cached_tokens = len(running.request.prompt) // 2
+            output.queue_s, output.prefill_s = self._config.queue_s, self._config.prefill_s
         if (count := running.request.sampling.logprobs) is not None:
             output.logprobs = [TokenLogprobs(-0.5, [(t, -0.5), (t + 1, -1.5)][:count]) for t in tokens]
         if self._config.error_after is not None and end >= self._config.error_after:

@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,23 +20,27 @@ from typing import Any
 import openai
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-START_SECONDS = 150
+START_SECONDS = 300
 
 
 class Server:
     """`rose launch -n RANKS -- serve MODEL …` until the block is left."""
 
-    def __init__(self, model: Path, ranks: int, *options: str, folder: Path) -> None:
+    def __init__(self, model: Path, ranks: int, *options: str, folder: Path, launch: Sequence[str] = ()) -> None:
+        """`options` are those of `serve`, `launch` those of `rose launch`."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / "server.log"
-        command = [sys.executable, "-m", "rose_dist", "launch", "-n", str(ranks), "--", "serve", str(model)]
+        command = [sys.executable, "-m", "rose_dist", "launch", "-n", str(ranks), *launch]
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
         with self.log.open("w") as output:
             self.process = subprocess.Popen(
-                [*command, "--port", str(self.port), *options], env=environment, stdout=output, stderr=output
+                [*command, "--", "serve", str(model), "--port", str(self.port), *options],
+                env=environment,
+                stdout=output,
+                stderr=output,
             )
 
     def __enter__(self) -> Server:
@@ -55,28 +60,39 @@ class Server:
     def stop(self) -> int:
         """The exit code after SIGTERM."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(120)
 
     def health(self) -> int | None:
         """Status of /health, or None while nothing listens."""
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=10) as answer:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=60) as answer:
                 return int(answer.status)
         except urllib.error.HTTPError as error:
             return error.code
         except OSError:
             return None
 
+    def status(self) -> Any:
+        """What /health says."""
+        with urllib.request.urlopen(f"{self.url}/health", timeout=60) as answer:
+            return json.load(answer)
+
+    def wait_for_status(self, status: str, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while (now := self.status())["status"] != status:
+            assert time.monotonic() < deadline, f"{now}\n{self.log.read_text()}"
+            time.sleep(0.1)
+
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
 
     def metric(self, name: str) -> float:
         """Summed over leaders."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
             page = answer.read().decode()
         return sum(float(value) for value in re.findall(rf"^rose:{name}(?:{{[^}}]*}})? (\S+)$", page, re.MULTILINE))
 
-    def wait_for(self, name: str, value: float, seconds: float = 10) -> None:
+    def wait_for(self, name: str, value: float, seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
         while self.metric(name) != value:
             assert time.monotonic() < deadline, f"rose:{name} is {self.metric(name)}, not {value}"
@@ -85,7 +101,7 @@ class Server:
     def post(self, path: str, body: bytes | dict[str, Any]) -> tuple[int, Any]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         try:
-            with urllib.request.urlopen(urllib.request.Request(self.url + path, data), timeout=60) as answer:
+            with urllib.request.urlopen(urllib.request.Request(self.url + path, data), timeout=120) as answer:
                 return answer.status, json.load(answer)
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)

@@ -15,7 +15,7 @@ from tests.serve.server import REPOSITORY
 def rose(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "rose_dist", *arguments]
     return subprocess.run(
-        command, input=stdin, capture_output=True, text=True, timeout=120, cwd=REPOSITORY, check=False
+        command, input=stdin, capture_output=True, text=True, timeout=300, cwd=REPOSITORY, check=False
     )
 
 

@@ -12,22 +12,20 @@ import openai
 import pytest
 
 from tests.serve.server import Server
-from tests.serve.test_faults import alive, cmdline
+from tests.serve.test_faults import LIMIT_SECONDS, alive, cmdline
 
 pytestmark = pytest.mark.mpi(2)
 
 OPTIONS = ("--kv-tokens", "2048")
-LIMIT_SECONDS = 10
 
 
 def ends_in_time(server: Server, begun: float, message: str) -> None:
     """The job has ended by itself with exactly one message of the guards, `message`, and nothing is left of it."""
     family = server.family()
-    assert server.process.wait(LIMIT_SECONDS + 5) != 0
+    assert server.process.wait(LIMIT_SECONDS) != 0
     while any(alive(process) for process in family):
         assert time.monotonic() - begun < LIMIT_SECONDS, server.log.read_text()
         time.sleep(0.05)
-    assert time.monotonic() - begun < LIMIT_SECONDS, server.log.read_text()
     said = [line for line in server.log.read_text().splitlines() if re.match(r"\[\d+@\S+\] rank", line)]
     assert len(said) == 1, server.log.read_text()
     assert re.fullmatch(message.replace("HOST", re.escape(os.uname().nodename)), said[0]), said
@@ -36,7 +34,7 @@ def ends_in_time(server: Server, begun: float, message: str) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank(demo_model: Path, tmp_path: Path, rank: int) -> None:
     with Server(demo_model, 2, *OPTIONS, folder=tmp_path) as server:
-        stream = iter(server.client(timeout=20).completions.create(
+        stream = iter(server.client(timeout=120).completions.create(
             model="demo-model", prompt="One", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
         ))  # fmt: skip
         next(stream)
@@ -94,11 +92,11 @@ def test_a_long_step_is_no_failure(demo_model: Path, tmp_path: Path) -> None:
 
 
 def test_a_stuck_step_ends_the_job_and_shows_every_stack(demo_model: Path, tmp_path: Path) -> None:
-    options = ("--kv-tokens", "4096", "--max-step-tokens", "2048", "--step-timeout", "1")
+    options = ("--kv-tokens", "8192", "--max-step-tokens", "4096", "--step-timeout", "3")
     with Server(demo_model, 2, *options, folder=tmp_path) as server:
         begun = time.monotonic()
         with pytest.raises(openai.APIError, match="The engine has failed"):
-            server.client().completions.create(model="demo-model", prompt="word " * 2000, max_tokens=1)
-        ends_in_time(server, begun, r"\[\d@HOST\] rank \d, stage 'serve': no progress for 1 s")
+            server.client().completions.create(model="demo-model", prompt="word " * 4000, max_tokens=1)
+        ends_in_time(server, begun, r"\[\d@HOST\] rank \d, stage 'serve': no progress for 3 s")
         assert server.log.read_text().count("in forward") > 1
         assert server.log.read_text().count("most recent call first") >= 2

@@ -18,8 +18,8 @@ import pytest
 
 from tests.hosts import Host, Hosts, skip_unless_root
 
-START_SECONDS = 20
-KILL_WAIT_SECONDS = 20
+START_SECONDS = 90
+KILL_WAIT_SECONDS = 60
 """What Slurm gives a job between SIGTERM and SIGKILL; its default is 30."""
 _PMIX = Path(f"/usr/lib/{os.uname().machine}-linux-gnu/pmix2/lib")
 

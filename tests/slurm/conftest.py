@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.serve.conftest import demo_model
+from tests.serve.conftest import demo_model, scripted
 from tests.slurm.cluster import SlurmCluster, skip_without_slurm
 
-__all__ = ["demo_model"]
+__all__ = ["demo_model", "scripted"]
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,15 @@
 """Random faults under load: what becomes of the job, and of every client.
 
-    python -m tests.slurm.faults MODEL [--faults 60] [--seed 0] [--kinds kill,stop]
+    python -m tests.slurm.faults MODEL [--faults 60] [--seed 0] [--kinds kill,stop] [--by Mpirun,Slurm,Replicas]
 
-Two hosts made of namespaces with a rank each, by mpirun or by a real Slurm, serve MODEL to six clients that ask without
-pause. Each fault gets a server of its own; a line of the table says how it went. Exit code 1 if any went wrong:
+Two hosts made of namespaces with a rank each, by mpirun or by a real Slurm as one job, or by mpirun as two replicas,
+serve MODEL to six clients that ask without pause. Each fault gets a server of its own; a line of the table says how it
+went. Exit code 1 if any went wrong:
 
-- the job has ended, with a message and an exit code, or answers again, within 10 s, or 30 s where the network is cut;
+- the job has ended, with a message and an exit code, or answers again, within 10 s, or 30 s where the network is cut.
+  "Answers again" is an answer to what was asked after the fault; it may take as long as the slowest one before longer,
+  since this machine may be slow;
+- replicas go on answering where one job ends, and the lost one joins again;
 - no process of it is left;
 - every request got its right answer, a beginning of that and an error, or an error; none waits for ever.
 """
@@ -14,212 +18,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import math
 import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-import httpx2
-
-from tests.hosts import Host
-from tests.ranks import REPOSITORY
 from tests.slurm.cluster import SlurmCluster
-from tests.slurm.jobs import submit
-
-CLIENTS = 6
-TOKENS = 12
-HANGS_SECONDS = 45
-PROMPTS = ["The capital of France is", "One, two, three,", "Once upon a time", "A B C D"]
-OPTIONS = ["--kv-tokens", "4096", "--drain-timeout", "5"]
-KEEPALIVE = [
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2),
-]
-"""What a client needs to notice that the server's host is gone."""
-
-
-class Deployment:
-    """A server on two hosts."""
-
-    url = ""
-
-    def __init__(self, cluster: SlurmCluster, model: Path, folder: Path) -> None:
-        self.cluster = cluster
-        self.folder = folder
-        self.log = folder / "job.out"
-        self.endpoint = folder / "endpoint"
-        self.start(model)
-        deadline = time.monotonic() + 150
-        while not self.endpoint_file().exists():
-            assert not self.ended(), self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.2)
-        self.url = self.endpoint_file().read_text().strip()
-
-    def start(self, model: Path) -> None:
-        raise NotImplementedError
-
-    def endpoint_file(self) -> Path:
-        raise NotImplementedError
-
-    def ended(self) -> str:
-        """How it ended; empty while it runs."""
-        raise NotImplementedError
-
-    def stop(self) -> None:
-        raise NotImplementedError
-
-    def ranks(self) -> list[tuple[Host, int]]:
-        """Host and process by rank."""
-        found = {}
-        for host in self.cluster.nodes:
-            for process, command in host.processes().items():
-                if re.match(r"\S*python\S* -m rose_dist serve", command):
-                    variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-                    rank = next(v for v in variables if v.startswith(b"PMIX_RANK="))
-                    found[int(rank.partition(b"=")[2])] = host, process
-        return [found[rank] for rank in sorted(found)]
-
-    def frontend(self) -> int:
-        return next(
-            process for process, command in self.ranks()[0][0].processes().items() if "-m rose_dist.frontend" in command
-        )
-
-
-class Mpirun(Deployment):
-    def start(self, model: Path) -> None:
-        hosts = self.cluster.hosts
-        variables = {
-            "PYTHONPATH": str(REPOSITORY),
-            "OMP_NUM_THREADS": "1",
-            "PRTE_MCA_plm_ssh_agent": str(hosts.agent),
-            "PRTE_MCA_prte_if_include": hosts.network,
-            "OMPI_MCA_btl_tcp_if_include": hosts.network,
-        }
-        places = ",".join(f"{node.address}:1" for node in self.cluster.nodes)
-        serve = ["serve", str(model), "--host", "0.0.0.0", "--port", "0", "--endpoint-file", str(self.endpoint)]
-        command = ["launch", "-n", "2", "--hosts", places, "--", *serve, "--log-dir", str(self.folder), *OPTIONS]
-        with self.log.open("w") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "rose_dist", *command],
-                env=os.environ | variables, stdout=output, stderr=output, start_new_session=True,
-            )  # fmt: skip
-
-    def endpoint_file(self) -> Path:
-        return self.endpoint
-
-    def ended(self) -> str:
-        code = self.process.poll()
-        return "" if code is None else f"exit code {code}"
-
-    def stop(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
-            self.process.send_signal(number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(10)
-                return
-
-
-class Slurm(Deployment):
-    def start(self, model: Path) -> None:
-        self.job = submit(
-            self.cluster, self.folder, "serve.sbatch", "-N2", "--ntasks-per-node=1", "--", str(model), *OPTIONS
-        )
-
-    def endpoint_file(self) -> Path:
-        return self.folder / f"rose-{self.job}" / "endpoint"
-
-    def ended(self) -> str:
-        state = self.cluster.state(self.job)
-        return "" if state in ("PENDING", "CONFIGURING", "RUNNING") else state
-
-    def stop(self) -> None:
-        self.cluster.run("scancel", str(self.job), check=False)
-
-
-@dataclass
-class Load:
-    """Clients that ask until told to stop, and what they got."""
-
-    url: str
-    right: dict[str, str]
-    """Text by prompt."""
-    outcomes: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
-    last_answer: float = 0.0
-    stopping: bool = False
-
-    def __enter__(self) -> Load:
-        self.threads = [threading.Thread(target=self._ask_on, args=(index,), daemon=True) for index in range(CLIENTS)]
-        for thread in self.threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stopping = True
-        deadline = time.monotonic() + HANGS_SECONDS
-        for thread in self.threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        self.outcomes["hung"] = sum(thread.is_alive() for thread in self.threads)
-
-    def _ask_on(self, index: int) -> None:
-        chooser = random.Random(index)
-        while not self.stopping:
-            prompt = chooser.choice(PROMPTS)
-            begun = time.monotonic()
-            try:
-                text = ask(self.url, prompt)
-            except (httpx2.HTTPError, AnswerError) as error:
-                self.outcomes["error"] += 1
-                partial = error.args[-1] if isinstance(error, AnswerError) else ""
-                if not self.right[prompt].startswith(partial):
-                    self.wrong.append(f"{prompt!r}: {partial!r}")
-                time.sleep(0.2)
-            else:
-                self.outcomes["answered"] += 1
-                self.last_answer = begun
-                if text != self.right[prompt]:
-                    self.wrong.append(f"{prompt!r}: {text!r}")
-
-
-class AnswerError(Exception):
-    """The stream ended early; the last argument is the text before."""
-
-
-def ask(url: str, prompt: str) -> str:
-    """The whole text of a streamed completion."""
-    body = {"model": "demo-model", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "stream": True}
-    text = ""
-    transport = httpx2.HTTPTransport(socket_options=KEEPALIVE)
-    with httpx2.Client(transport=transport, timeout=HANGS_SECONDS - 5) as client:
-        try:
-            with client.stream("POST", f"{url}/completions", json=body | {"ignore_eos": True}) as answer:
-                if answer.status_code != 200:
-                    raise AnswerError(answer.status_code, "")
-                for line in answer.iter_lines():
-                    if line == "data: [DONE]":
-                        return text
-                    if line.startswith("data: "):
-                        event = json.loads(line[6:])
-                        if "error" in event:
-                            raise AnswerError(event["error"]["message"], text)
-                        text += "".join(choice["text"] for choice in event["choices"])
-        except httpx2.HTTPError as error:
-            raise AnswerError(repr(error), text) from error
-    raise AnswerError("the stream ended", text)
+from tests.slurm.deployments import Deployment, Mpirun, Replicas, Slurm
+from tests.slurm.load import CLIENTS, PROMPTS, Load, ask
 
 
 @dataclass(frozen=True)
@@ -231,6 +45,8 @@ class Fault:
     message: str
     """What the log must say if the job ends; a regular expression. Empty: the job must go on."""
     slurm_only: bool = False
+    hits_replica: bool = True
+    """Where the server is replicas, only one is lost."""
 
 
 def send(number: signal.Signals) -> Callable[[Deployment, int], Callable[[], object]]:
@@ -284,7 +100,9 @@ FAULTS = {
     "stop": Fault(send(signal.SIGSTOP), 10, GUARDS + "stopped for 5 s"),
     "cut": Fault(cut, 30, GUARDS + "nothing heard for 10 s"),
     "cut 5 s": Fault(cut_for_5_s, 30, ""),
-    "kill frontend": Fault(kill_frontend, 10, GUARDS + "error: the frontend process ended by itself with exit code -9"),
+    "kill frontend": Fault(
+        kill_frontend, 10, "error: the frontend process ended by itself with exit code -9", hits_replica=False
+    ),
     "kill slurmd": Fault(kill_slurmd, 10, "", slurm_only=True),
     "fill disk": Fault(fill_disk, 10, ""),
 }
@@ -292,40 +110,31 @@ FAULTS = {
 
 def run_one(name: str, rank: int, make: type[Deployment], cluster: SlurmCluster, model: Path, folder: Path) -> str:
     """One line of the table; it ends in `ok` or in what went wrong."""
-    fault, problems = FAULTS[name], []
+    fault = FAULTS[name]
     deployment = make(cluster, model, folder)
+    goes_on = not fault.message or (isinstance(deployment, Replicas) and fault.hits_replica)
+    problems = []
+    if isinstance(deployment, Replicas) and not deployment.wait_until_whole(60):
+        problems.append("not all replicas have started")
     right = {prompt: ask(deployment.url, prompt) for prompt in PROMPTS}
     with Load(deployment.url, right) as load:
         while load.outcomes["answered"] < CLIENTS:
             time.sleep(0.1)
         time.sleep(random.uniform(0.0, 2.0))
+        limit = fault.seconds + (load.slowest if goes_on else 0)
         begun = time.monotonic()
         undo = fault.inflict(deployment, rank)
-        inflicted = time.monotonic()
-        end = ""
-        while time.monotonic() - begun < fault.seconds:
-            if not end and (end := deployment.ended()):
-                break
-            if not fault.message and load.last_answer > inflicted:
-                end = "answers again"
-                break
-            time.sleep(0.1)
+        end = watch(deployment, load, begun + limit, after=time.monotonic() if goes_on else math.inf)
         seconds = time.monotonic() - begun
+        if isinstance(deployment, Replicas) and goes_on:
+            problems += joins_again(deployment, undo, lost=bool(fault.message))
+        else:
+            undo()
         log = deployment.log.read_text(errors="replace")
-        undo()
-    if not end:
-        problems.append(f"neither ended nor answered after {fault.seconds:g} s")
-    elif fault.message and not re.search(fault.message, log):
-        problems.append("no message")
-    elif bool(fault.message) == (end == "answers again") or end in ("exit code 0", "COMPLETED"):
-        problems.append("not as expected")
+    problems += wrong_end(end, log, "" if goes_on else fault.message) + load.problems()
     deployment.stop()
     if left := wait_until_clean(cluster):
         problems.append(f"left behind: {left}")
-    if load.wrong:
-        problems.append(f"wrong answers: {load.wrong[:3]}")
-    if load.outcomes["hung"]:
-        problems.append("requests that hang")
     said = next((line for line in log.splitlines() if re.search(GUARDS, line)), "")
     outcomes = load.outcomes
     verdict = "ok" if not problems else "FAILED: " + "; ".join(problems)
@@ -333,6 +142,46 @@ def run_one(name: str, rank: int, make: type[Deployment], cluster: SlurmCluster,
         f"| {name} | {rank} | {make.__name__} | {end} | {seconds:.1f} s | {outcomes['answered']} | {outcomes['error']} "
         f"| {outcomes['hung']} | {said.partition('] ')[2][:90]} | {verdict} |"
     )
+
+
+def watch(deployment: Deployment, load: Load, deadline: float, after: float) -> str:
+    """How the job ended, or `answers again` to what was asked after `after`; empty if neither came in time."""
+    while time.monotonic() < deadline:
+        if end := deployment.ended():
+            return end
+        if load.last_answer > after:
+            return "answers again"
+        time.sleep(0.1)
+    return ""
+
+
+def wrong_end(end: str, log: str, message: str) -> list[str]:
+    """`message`: what the log must say; empty if the job must go on."""
+    if not end:
+        return ["neither ended nor answered in time"]
+    if bool(message) == (end == "answers again") or end in ("exit code 0", "COMPLETED"):
+        return ["not as expected"]
+    return [] if re.search(message, log) else ["no message"]
+
+
+def joins_again(deployment: Replicas, undo: Callable[[], object], *, lost: bool) -> list[str]:
+    """Undo the fault, once the front door has said that a replica was `lost`, and wait for both."""
+    problems = []
+    if lost and not wait_for_message(deployment.log, r"replica \d has ended: ", 30):
+        problems.append("nothing says that a replica has ended")
+    undo()
+    if not deployment.wait_until_whole(90):
+        problems.append("the lost replica has not joined again")
+    return problems
+
+
+def wait_for_message(log: Path, pattern: str, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not re.search(pattern, log.read_text(errors="replace")):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def wait_until_clean(cluster: SlurmCluster) -> list[str]:
@@ -375,7 +224,9 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default=",".join(FAULTS), help="comma-separated")
+    parser.add_argument("--by", default="Mpirun,Slurm,Replicas", help="comma-separated")
     options = parser.parse_args()
+    makes = [make for make in (Mpirun, Slurm, Replicas) if make.__name__ in options.by.split(",")]
     chooser = random.Random(options.seed)
     kinds = options.kinds.split(",")
     print("| fault | of rank | by | end | after | answered | errors | hung | message | |")
@@ -388,10 +239,15 @@ def main() -> None:
     ):
         for number in range(options.faults):
             name = kinds[number % len(kinds)] if number < len(kinds) else chooser.choice(kinds)
-            make = Slurm if FAULTS[name].slurm_only else chooser.choice([Mpirun, Slurm])
+            make = Slurm if FAULTS[name].slurm_only else chooser.choice(makes)
             place = disk / str(number)
             place.mkdir()
-            line = run_one(name, chooser.randrange(2), make, cluster, options.model.resolve(), place)
+            rank = chooser.randrange(2)
+            try:
+                line = run_one(name, rank, make, cluster, options.model.resolve(), place)
+            except AssertionError as error:
+                wait_until_clean(cluster)
+                line = f"| {name} | {rank} | {make.__name__} | | | | | | {str(error)[:200]!r} | FAILED: no start |"
             good += line.endswith("| ok |")
             print(line, flush=True)
     print(f"\n{good} of {options.faults} as they should be")

@@ -27,7 +27,7 @@ def test_generate_in_an_array(cluster: SlurmCluster, demo_model: Path, tmp_path:
         str(demo_model), str(tmp_path / "prompt-%a.txt"), "--max-tokens", "4", "--ep", "2",
     )  # fmt: skip
     for task in (1, 2):
-        cluster.wait_for_state(f"{job}_{task}", "COMPLETED", seconds=60)
+        cluster.wait_for_state(f"{job}_{task}", "COMPLETED", seconds=120)
     texts = {path.read_text() for path in tmp_path.glob("rose-*/output.txt")}
     assert texts == {" the largest city in\n", " four, five,\n"}, output(tmp_path)
 
@@ -44,7 +44,7 @@ def test_gpus_that_ranks_see(cluster: SlurmCluster, tmp_path: Path, options: lis
     sweep = tmp_path / "sweep"
     sweep.write_text(f"# devices\n{show('CUDA_VISIBLE_DEVICES')}\n")
     job = submit(cluster, tmp_path, "bench.sbatch", "-N1", "--ntasks-per-node=2", *options, "--", str(sweep))
-    cluster.wait_for_state(job, "COMPLETED", seconds=20)
+    cluster.wait_for_state(job, "COMPLETED", seconds=120)
     assert sorted((tmp_path / f"rose-{job}" / "line-2.txt").read_text().splitlines()) == seen
 
 
@@ -52,7 +52,7 @@ def test_ranks_that_do_not_fit_the_gpus_are_refused(cluster: SlurmCluster, tmp_p
     job = submit(
         cluster, tmp_path, "bench.sbatch", "-N1", "--ntasks-per-node=1", "--gpus-per-node=2", "--", "/dev/null"
     )
-    cluster.wait_for_state(job, "FAILED", seconds=20)
+    cluster.wait_for_state(job, "FAILED", seconds=120)
     assert "FATAL: one rank a GPU: --ntasks-per-node=1 does not fit --gpus-per-node=2" in output(tmp_path)
 
 
@@ -60,7 +60,7 @@ def test_a_failing_line_of_a_sweep_fails_the_job_after_the_others(cluster: Slurm
     sweep = tmp_path / "sweep"
     sweep.write_text("-c 'raise SystemExit(7)'\n-c 'print(\"fine\")'\n")
     job = submit(cluster, tmp_path, "bench.sbatch", "-N1", "-n1", "--", str(sweep))
-    cluster.wait_for_state(job, "FAILED", seconds=20)
+    cluster.wait_for_state(job, "FAILED", seconds=120)
     assert (tmp_path / f"rose-{job}" / "line-2.txt").read_text() == "fine\n"
     assert "line 1 failed with exit code 7" in output(tmp_path)
 
@@ -78,7 +78,7 @@ def test_ranks_in_an_apptainer_container(cluster: SlurmCluster, tmp_path: Path) 
         ROSE_CONTAINER="rose.sif", ROSE_MOUNTS="/models:/models", CALLS=str(tmp_path / "calls"),
         PATH=f"{program.parent}:{cluster.environment['PATH']}",
     )  # fmt: skip
-    cluster.wait_for_state(job, "COMPLETED", seconds=20)
+    cluster.wait_for_state(job, "COMPLETED", seconds=120)
     assert sorted((tmp_path / f"rose-{job}" / "line-1.txt").read_text().splitlines()) == ["0 yes", "1 yes"]
     calls = (tmp_path / "calls").read_text().splitlines()
     assert len(calls) == 2
@@ -91,7 +91,7 @@ def test_the_test_suite_on_two_nodes(cluster: SlurmCluster, tmp_path: Path) -> N
     job = submit(
         cluster, tmp_path, "test.sbatch", "-N2", "--ntasks-per-node=2", "--", "-q", suite, "-p", "no:cacheprovider"
     )
-    cluster.wait_for_state(job, "COMPLETED", seconds=150)
+    cluster.wait_for_state(job, "COMPLETED", seconds=300)
     suites = ElementTree.parse(tmp_path / f"rose-{job}" / "junit.xml").getroot()[0]
     assert int(suites.get("tests", 0)) > 10
     assert (suites.get("failures"), suites.get("errors")) == ("0", "0"), output(tmp_path)

@@ -7,7 +7,7 @@ from starlette.types import Receive, Scope, Send
 
 from rose_dist.frontend.api.chat_answer import ChatAnswer
 from rose_dist.frontend.api.conversing import converse
-from rose_dist.frontend.api.exchange import respond
+from rose_dist.frontend.api.exchange import Exchange, respond
 from rose_dist.frontend.api.http import read_body
 from rose_dist.frontend.api.service import Service, decode_request
 from rose_dist.frontend.schema.chat import ChatRequest
@@ -26,15 +26,17 @@ class ChatCompletions:
         body = await read_body(scope, receive, service.config.max_body_bytes)
         request = decode_request(self._decoder, body)
         service.check_model(request)
-        exchange = await converse(
-            service,
-            scope,
-            receive,
-            request,
-            request.conversation(),
-            body_size=len(body),
-            logprobs=request.logprob_count(),
-            one_call=request.parallel_tool_calls is False,
-        )
-        answer = ChatAnswer(service, request, exchange)
-        await respond(exchange, answer, scope, receive, send, stream=bool(request.stream))
+
+        async def start() -> tuple[Exchange, ChatAnswer]:
+            exchange = await converse(
+                service,
+                scope,
+                request,
+                request.conversation(),
+                body_size=len(body),
+                logprobs=request.logprob_count(),
+                one_call=request.parallel_tool_calls is False,
+            )
+            return exchange, ChatAnswer(service, request, exchange)
+
+        await respond(start, scope, receive, send, stream=bool(request.stream))

@@ -40,10 +40,13 @@ class Completions:
         prompts = request.prompts()
         service.choices_within_limit(len(prompts) * request.choices)
         encoded = await service.beside_the_loop(len(body), self._encode_all, request, prompts)
-        exchange = self._start(scope, receive, request, encoded)
         heads = [self._head(request, prompt) for prompt in prompts for _ in range(request.choices)]
-        answer = CompletionAnswer(service, request, exchange, heads)
-        await respond(exchange, answer, scope, receive, send, stream=bool(request.stream))
+
+        async def start() -> tuple[Exchange, CompletionAnswer]:
+            exchange = self._start(scope, request, encoded)
+            return exchange, CompletionAnswer(service, request, exchange, heads)
+
+        await respond(start, scope, receive, send, stream=bool(request.stream))
 
     def _encode_all(self, request: CompletionRequest, prompts: list[str | list[int]]) -> list[list[int]]:
         return [self._encode(request, prompt) for prompt in prompts]
@@ -60,7 +63,7 @@ class Completions:
             return ""
         return prompt if isinstance(prompt, str) else self._service.tokenizer.decode(prompt)
 
-    def _start(self, scope: Scope, receive: Receive, request: CompletionRequest, prompts: list[list[int]]) -> Exchange:
+    def _start(self, scope: Scope, request: CompletionRequest, prompts: list[list[int]]) -> Exchange:
         tokenizer = self._service.tokenizer
         sampling = request.sampling(vocab_size=tokenizer.vocab_size, logprobs=request.logprobs)
         own_stop_ids = request.stop_token_ids or []
@@ -77,7 +80,7 @@ class Completions:
                 )
                 parser = PlainParser(tokenizer.detokenizer())
                 choices.append(Choice(index, parser, stops=stops, hidden_stop_ids=frozenset(stop_ids)))
-        return Exchange(self._service, scope, receive, request, generates=generates, choices=choices)
+        return Exchange(self._service, scope, request, generates=generates, choices=choices)
 
 
 class CompletionAnswer:

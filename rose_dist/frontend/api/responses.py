@@ -44,17 +44,6 @@ class Responses:
             raise BadRequestError("background needs store to be true and stream to be false", param="background")
         history = self._store.history(request.previous_response_id) if request.previous_response_id else []
         logprobs = request.logprob_count()
-        exchange = await converse(
-            service,
-            scope,
-            None if request.background else receive,
-            request,
-            request.conversation(history),
-            body_size=len(body),
-            logprobs=logprobs,
-            one_call=request.parallel_tool_calls is False,
-        )
-        response = _response(request)
         turns = [*history, *request.input_messages()]
 
         def keep(response: ResponseObject, turn: Message) -> None:
@@ -63,12 +52,26 @@ class Responses:
             elif request.stored:
                 self._store.put(response, [*turns, turn])
 
-        answer = ResponseAnswer(service, response, exchange, logprobs=logprobs is not None, on_end=keep)
+        async def start() -> tuple[Exchange, ResponseAnswer]:
+            exchange = await converse(
+                service,
+                scope,
+                request,
+                request.conversation(history),
+                body_size=len(body),
+                logprobs=logprobs,
+                one_call=request.parallel_tool_calls is False,
+                watched=not request.background,
+            )
+            response = _response(request)
+            return exchange, ResponseAnswer(service, response, exchange, logprobs=logprobs is not None, on_end=keep)
+
         if request.background:
+            exchange, answer = await start()
             self._start_in_background(exchange, answer, turns)
-            await JsonResponse(response)(scope, receive, send)
+            await JsonResponse(answer.response)(scope, receive, send)
         else:
-            await respond(exchange, answer, scope, receive, send, stream=bool(request.stream))
+            await respond(start, scope, receive, send, stream=bool(request.stream))
 
     async def retrieve(self, request: Request) -> Response:
         return Response(self._store.get(request.path_params["response_id"]), media_type="application/json")

@@ -61,7 +61,7 @@ class Service:
     def admit(self) -> None:
         """
         Raises:
-            UnavailableError: the engine has failed, the server drains, or a leader has not loaded its model.
+            UnavailableError: the engine has failed, the server drains, or no replica has loaded the model.
             OverloadedError: as many requests as are allowed are being answered.
         """
         if self.failed:
@@ -69,7 +69,7 @@ class Service:
         if self.draining:
             raise UnavailableError("The server is shutting down")
         if not self.client.ready:
-            raise UnavailableError("The model is still loading")
+            raise UnavailableError(self.client.why_not_ready())
         limit = self.config.max_active_requests
         if limit is not None and self.active > limit:  # this request is one of the active ones
             raise OverloadedError(RETRY_AFTER_S)

@@ -32,15 +32,21 @@ class Status:
         return JsonResponse(self._model(name))
 
     async def health(self, request: Request) -> Response:
-        """200 once every leader has loaded the model, 503 before, while draining and when the engine has failed."""
+        """200 once a replica has loaded the model, 503 before, while draining and when the engine has failed.
+        `degraded` names the replicas that are gone; requests are answered by the others.
+        """
         service = self._service
+        missing = service.client.missing()
         if service.failed:
             state = "failed"
         elif service.draining:
             state = "draining"
         else:
-            state = "ok" if service.client.ready else "loading"
-        return JsonResponse({"status": state}, status_code=200 if state == "ok" else 503)
+            state = "loading" if not service.client.ready else "degraded" if missing else "ok"
+        health: dict[str, object] = {"status": state}
+        if missing and len(service.client.replicas) > 1:
+            health["missing"] = [{"replica": replica.number, "reason": replica.gone} for replica in missing]
+        return JsonResponse(health, status_code=200 if state in ("ok", "degraded") else 503)
 
     async def rebalance(self, request: Request) -> Response:
         """Have the experts rearranged over the ranks by the load seen; 202 at once, the metrics tell of the end."""
