@@ -37,11 +37,12 @@ LAYERS = 6
 FLOP_A_ROW = 2 * 3 * HIDDEN * HIDDEN
 SWEEP: dict[int, tuple[StreamShape | None, ...]] = {
     1: (
-        StreamShape(15, 3, 4, rows=1, buffers=2, per_sm=2), StreamShape(15, 3, 6, rows=1, buffers=2),
-        StreamShape(15, 3, 9, rows=1, buffers=2), StreamShape(15, 6, 8, rows=1, buffers=2, per_sm=2),
+        StreamShape(15, 3, 5, rows=1, buffers=2, per_sm=2), StreamShape(15, 3, 6, rows=1, buffers=2),
+        StreamShape(15, 3, 9, rows=1, buffers=2), StreamShape(15, 6, 10, rows=1, buffers=2, per_sm=2),
         StreamShape(9, 5, 6, rows=1, buffers=2, per_sm=2), StreamShape(18, 5, 8, rows=1, buffers=2),
     ),
     8: (
+        StreamShape(15, 3, 4, rows=4, buffers=1, per_sm=2), StreamShape(15, 3, 8, rows=4, buffers=1),
         StreamShape(15, 3, 6, rows=8, buffers=1), StreamShape(15, 3, 4, rows=8, buffers=1),
         StreamShape(15, 6, 12, rows=8, buffers=1), StreamShape(9, 5, 10, rows=8, buffers=1),
         StreamShape(18, 5, 8, rows=8, buffers=1),

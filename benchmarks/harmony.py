@@ -1,4 +1,5 @@
-"""Cost of the Harmony frontend on one core: parsing a token, rendering 1,000 tokens, a grammar's mask.
+"""Cost of the Harmony frontend on one core: parsing a token, rendering 1,000 tokens, a grammar's mask; and how long a
+long prompt holds up other streams.
 
     python benchmarks/harmony.py
 
@@ -7,6 +8,7 @@ Each figure is the best of several runs, so that other load on the machine count
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from datetime import date
@@ -88,6 +90,30 @@ def render_ms_per_1000_tokens(harmony: HarmonyFormat) -> dict[str, float]:
     return figures
 
 
+def pause_ms(harmony: HarmonyFormat) -> dict[str, float]:
+    """The longest pause of an event loop that wakes every millisecond, while a thread renders about 1 MB."""
+    texts = {
+        "prose": SENTENCES * 9_000,
+        "code": "def f(x, y):\n    return {'a': x[0] + y.z, \"b\": 3.14159}\n\n" * 18_000,
+        "Japanese without a space": "東京は晴れです。今日も明日も、" * 22_000,
+    }
+    return {
+        f"{name}, {len(text.encode()) / 1e6:.1f} MB": min(asyncio.run(_pause_ms(harmony, text)) for _ in range(3))
+        for name, text in texts.items()
+    }
+
+
+async def _pause_ms(harmony: HarmonyFormat, text: str) -> float:
+    conversation = Conversation(messages=[Message(role="user", content=text)])
+    rendering = asyncio.create_task(asyncio.to_thread(harmony.render, conversation))
+    longest, last = 0.0, time.perf_counter()
+    while not rendering.done():
+        await asyncio.sleep(0.001)
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    return longest * 1e3
+
+
 def mask_us(harmony: HarmonyFormat, compiler: GrammarCompiler) -> dict[str, float]:
     conversation = Conversation(messages=[], response_format=ResponseFormat(kind="json_schema", schema=SCHEMA))
     answer = '{"location": "Paris, France", "unit": "celsius", "days": 3}'
@@ -130,6 +156,7 @@ def main() -> None:
     compiler = GrammarCompiler(harmony.vocabulary.token_bytes, SIZE)
     report("parser, deltas included", parser_us_per_token(harmony), "us/token")
     report("renderer", render_ms_per_1000_tokens(harmony), "ms per 1,000 tokens")
+    report("longest pause of other streams while a prompt is rendered", pause_ms(harmony), "ms")
     report(f"grammar over {SIZE} ids", mask_us(harmony, compiler), "us")
 
 

@@ -6,7 +6,8 @@ bell of every rank it steps with; all then meet in `Engine.step`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import zmq
 
@@ -14,6 +15,12 @@ from rose_dist.comm.group import Group
 
 CHECK_MILLISECONDS = 500
 """How often an idle rank looks after other things, such as a child that died."""
+
+
+class Descriptor(Protocol):
+    """A file descriptor that can be waited for."""
+
+    def fileno(self) -> int: ...
 
 
 class Doorbell:
@@ -42,18 +49,23 @@ class Doorbell:
             peer.send(self._period.to_bytes(8, "little"))
         self._period += 1
 
-    def wait(self, inbox: zmq.Socket[bytes] | None, on_message: Callable[[], bool], check: Callable[[], None]) -> None:
-        """Return when a peer rings, or when something came into `inbox` of which `on_message` says that it is work;
+    def wait(
+        self,
+        inboxes: Sequence[zmq.Socket[bytes] | Descriptor],
+        on_message: Callable[[], bool],
+        check: Callable[[], None],
+    ) -> None:
+        """Return when a peer rings, or when something came into `inboxes` of which `on_message` says that it is work;
         then ring. `check` is called now and then.
         """
         poller = zmq.Poller()
         poller.register(self._bell, zmq.POLLIN)
-        if inbox is not None:
+        for inbox in inboxes:
             poller.register(inbox, zmq.POLLIN)
         while True:
             ready = dict(poller.poll(CHECK_MILLISECONDS))
             check()
-            if inbox in ready and on_message():
+            if ready.keys() - {self._bell} and on_message():
                 self.ring()
                 return
             if self._bell in ready and int.from_bytes(self._bell.recv(), "little") == self._period:

@@ -8,8 +8,9 @@ from concurrent.futures import Future
 import msgspec
 
 from rose_dist.comm.world import Groups
+from rose_dist.engine.compile_worker import CompileWorker
 from rose_dist.engine.config import EngineConfig
-from rose_dist.engine.grammar import GrammarCompiler, GrammarError
+from rose_dist.engine.grammar import GrammarCompiler, TokenGrammar
 from rose_dist.engine.kv_cache import KVCache
 from rose_dist.engine.kv_groups import fit_kv
 from rose_dist.engine.mask_worker import Masks, MaskWorker
@@ -22,7 +23,7 @@ from rose_dist.models.build_options import BuildOptions
 from rose_dist.models.checkpoint import Progress
 from rose_dist.models.gpt_oss import GptOssForCausalLM
 from rose_dist.models.loader import load_model, random_model
-from rose_dist.vocabulary import VocabularyError, checkpoint_token_bytes
+from rose_dist.vocabulary import checkpoint_token_bytes
 
 
 class Outcome(enum.Enum):
@@ -52,7 +53,7 @@ class Engine:
         self.max_context = self.runner.max_context
         kv = KVCache(self.runner.specs, config.block_size, config.prefix_cache)
         self.scheduler = Scheduler(config, kv, self.max_context, model.config.vocab_size)
-        self._compiler: GrammarCompiler | None = None
+        self.compiles = CompileWorker(self._make_compiler)
         self._mask_worker: MaskWorker | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Step)
@@ -67,7 +68,7 @@ class Engine:
             model = random_model(config.model, options)
         else:
             model = load_model(config.model, options, progress)
-        engine = cls(fit_kv(config, model.kv_groups, model.config), groups, model)
+        engine = cls(fit_kv(config, model.kv_groups, model.config, groups.tp), groups, model)
         if config.device.type == "cuda":
             engine.runner.warm_up()
         return engine
@@ -85,23 +86,44 @@ class Engine:
 
     def submit(self, client: bytes, generate: Generate) -> list[Delivery]:
         """Queue a request on this leader; what is delivered at once is its refusal."""
-        try:
-            grammar = None if generate.grammar is None else self._grammars().compile(generate.grammar)
-            refusal = self.scheduler.add(client, generate, grammar)
-        except (GrammarError, VocabularyError) as error:
-            refusal = Output(request_id=generate.request_id, finish="error", error=str(error))
-        return [] if refusal is None else [(client, refusal)]
+        request = self.scheduler.add(client, generate)
+        if isinstance(request, Output):
+            return [(client, request)]
+        if generate.grammar is not None:
+            request.compiling = True
+            self.compiles.start(request, generate.grammar)
+        return []
 
-    def _grammars(self) -> GrammarCompiler:
-        """Made for the first request that has a grammar; takes about half a second."""
-        if self._compiler is None:
-            vocab_size = self.runner.model.config.vocab_size
-            token_bytes = checkpoint_token_bytes(self.config.model, vocab_size)
-            # One id more than there are, for the end of text that no output contains.
-            size = max(vocab_size, len(token_bytes)) + 1
-            self._compiler = GrammarCompiler(token_bytes, size)
-            self._mask_worker = MaskWorker(self._compiler)
-        return self._compiler
+    def cancel(self, client: bytes, request_id: str) -> None:
+        """Forget a request, wherever it stands."""
+        request = self.scheduler.cancel(client, request_id)
+        if request is not None:
+            self.compiles.forget(request)
+
+    def take_compiled(self, *, wait: bool = False) -> list[Delivery]:
+        """Let requests be admitted whose grammars have been compiled; what is delivered are refusals.
+
+        Args:
+            wait: until all have been.
+        """
+        refusals = []
+        for request, grammar in self.compiles.take(wait=wait):
+            request.compiling = False
+            if isinstance(grammar, TokenGrammar):
+                request.grammar = grammar
+            else:
+                self.scheduler.cancel(request.client, request.id)
+                refusals.append((request.client, Output(request_id=request.id, finish="error", error=str(grammar))))
+        return refusals
+
+    def _make_compiler(self) -> GrammarCompiler:
+        """Takes about half a second."""
+        vocab_size = self.runner.model.config.vocab_size
+        token_bytes = checkpoint_token_bytes(self.config.model, vocab_size)
+        # One id more than there are, for the end of text that no output contains.
+        compiler = GrammarCompiler(token_bytes, max(vocab_size, len(token_bytes)) + 1)
+        self._mask_worker = MaskWorker(compiler)
+        return compiler
 
     @property
     def has_work(self) -> bool:
@@ -115,7 +137,7 @@ class Engine:
             stop: this leader wants to end once nobody has work; ignored on other ranks, which always do.
         """
         plan = self.scheduler.schedule() if self.leader else Plan(Step(), ())
-        staying = self.leader and not stop
+        staying = self.leader and not (stop and not self.scheduler.waiting)
         run, settle, stay = self.groups.lockstep.all_reduce_max(
             [bool(plan.step.sequences), self._under_way is not None, staying]
         )

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from rose_dist.comm.group import Group
 from rose_dist.engine.config import EngineConfig, EngineConfigError
 from rose_dist.engine.kv_cache import GroupSpec
 from rose_dist.layers.forward_batch import KVGroup
@@ -33,18 +34,20 @@ def kv_bytes(groups: Sequence[KVGroup], specs: Sequence[GroupSpec], config: Engi
     )
 
 
-def fit_kv(config: EngineConfig, groups: Sequence[KVGroup], model: GptOssConfig) -> EngineConfig:
-    """With the KV tokens that the GPU's memory leaves room for once the model is there, unless they are given."""
+def fit_kv(config: EngineConfig, groups: Sequence[KVGroup], model: GptOssConfig, peers: Group) -> EngineConfig:
+    """With the KV tokens that the GPU's memory leaves room for once the model is there, unless they are given. All
+    tensor-parallel `peers`, whose blocks are the same, go by the least.
+    """
     if config.kv_tokens is not None:
         return config
     torch.cuda.synchronize(config.device)
     free, total = torch.cuda.mem_get_info(config.device)
     budget = free - int((1 - config.memory_share) * total) - activation_bytes(config, model)
-    blocks = fitting_blocks(groups, config, budget)
+    blocks = -peers.all_reduce_max([-fitting_blocks(groups, config, budget)])[0]
     if blocks < 1:
         raise EngineConfigError(
-            f"{config.device} has {free / 1e9:.1f} GB left beside the weights, too little for a KV cache within "
-            f"{config.memory_share:.0%} of its memory; lower max_step_tokens or raise the share"
+            f"{config.device}, or a peer's GPU, has too little memory left beside the weights for a KV cache within "
+            f"{config.memory_share:.0%} of it ({free / 1e9:.1f} GB here); lower max_step_tokens or raise the share"
         )
     return replace(config, kv_tokens=blocks * config.block_size)
 

@@ -25,6 +25,8 @@ def serve(engine: Engine, bell: Doorbell, mailbox: Mailbox | None, check: Callab
         mailbox.deliver([], engine.scheduler.stats)
         return work
 
+    if mailbox is not None:
+        engine.compiles.prepare()
     while True:
         receive()
         check()
@@ -34,4 +36,4 @@ def serve(engine: Engine, bell: Doorbell, mailbox: Mailbox | None, check: Callab
         if outcome is Outcome.STOPPED:
             return
         if outcome is Outcome.IDLE:
-            bell.wait(None if mailbox is None else mailbox.socket, receive, check)
+            bell.wait([] if mailbox is None else [mailbox.socket, engine.compiles], receive, check)

@@ -31,7 +31,7 @@ class Mailbox:
         self._encoder = msgspec.msgpack.Encoder()
 
     def receive(self, engine: Engine) -> bool:
-        """Hand all that has come to the engine; whether there is anything to step for."""
+        """Hand all that has come to the engine, compiled grammars too; whether there is anything to step for."""
         while True:
             try:
                 client, message = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -41,6 +41,7 @@ class Mailbox:
                 self._handle(engine, client, self._decoder.decode(message))
             except msgspec.DecodeError:
                 logger.exception("a frontend sent a message that can't be read; it is dropped")
+        self.deliver(engine.take_compiled(), engine.scheduler.stats)
         return engine.scheduler.has_work or self.stopping
 
     def _handle(self, engine: Engine, client: bytes, message: ToEngine) -> None:
@@ -48,7 +49,7 @@ class Mailbox:
             case Generate():
                 self.deliver(engine.submit(client, message), engine.scheduler.stats)
             case Cancel(request_id):
-                engine.scheduler.cancel(client, request_id)
+                engine.cancel(client, request_id)
             case Hello():
                 self._clients.add(client)
                 engine.scheduler.cancel_all(client)

@@ -27,6 +27,7 @@ class OfflineSession:
         """Outputs of all requests as they come, until all are finished. Closing the iterator cancels the rest."""
         for request in requests:
             yield from (output for _, output in self.engine.submit(self.CLIENT, request))
+        yield from (output for _, output in self.engine.take_compiled(wait=True))
         if not self.engine.scheduler.has_work:
             return
         self.bell.ring()

@@ -78,7 +78,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 ToEngine = Generate | Cancel | Hello | Shutdown
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Natural-log probabilities at one output position."""
 
     logprob: float
@@ -87,7 +87,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """The likeliest tokens, best first: (token id, log probability)."""
 
 
-class Output(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Output(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """What one step produced for one request. Every generated token is delivered exactly once, in order."""
 
     request_id: str
@@ -98,7 +98,11 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Set on the request's last message."""
     error: str | None = None
     cached_tokens: int = 0
-    """Prompt tokens served from the prefix cache; set on the request's first message with tokens."""
+    """Prompt tokens served from the prefix cache; set, as the next two, on the request's first message with tokens."""
+    queue_s: float = 0.0
+    """Seconds from the request's arrival to the plan of its first step, with the compilation of its grammar."""
+    prefill_s: float = 0.0
+    """Seconds from there to its first token."""
 
 
 class EngineStats(msgspec.Struct, kw_only=True):

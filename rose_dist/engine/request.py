@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from rose_dist.engine.block_pool import BlockHash
@@ -33,7 +34,9 @@ class Request:
     seed: drawn when the client gave none.
     tokens: prompt and output. The last may be one that a step still under way samples: −1 − its row there.
     computed: how many of `tokens` have their keys and values in the cache, once the steps under way have ended.
+    compiling: its grammar is not there yet; until then it is not admitted.
     grammar: what the output must match, at the place it has reached.
+    arrived, admitted: when it came and when its first step was planned, as `time.monotonic` counts.
     done: it has ended, and what a step still under way finds for it is dropped.
     """
 
@@ -47,7 +50,10 @@ class Request:
     cached_tokens: int = 0
     hashes: list[BlockHash] = field(default_factory=list)
     stop_ids: frozenset[int] = field(init=False)
+    compiling: bool = False
     grammar: TokenGrammar | None = None
+    arrived: float = field(default_factory=time.monotonic)
+    admitted: float = 0.0
     done: bool = False
 
     def __post_init__(self) -> None:

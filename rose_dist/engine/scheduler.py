@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections import deque
 from dataclasses import dataclass
 
 from rose_dist.engine.config import EngineConfig
-from rose_dist.engine.grammar import GrammarError, TokenGrammar
+from rose_dist.engine.grammar import GrammarError
 from rose_dist.engine.kv_cache import KVCache
 from rose_dist.engine.protocol import EngineStats, FinishReason, Generate, Output
 from rose_dist.engine.request import Request
@@ -50,8 +51,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.stats = EngineStats(kv_blocks_total=kv.total_blocks)
 
-    def add(self, client: bytes, generate: Generate, grammar: TokenGrammar | None = None) -> Output | None:
-        """Queue a request; an output at once if it is refused."""
+    def add(self, client: bytes, generate: Generate) -> Request | Output:
+        """Queue a request; its refusal if it can't be taken."""
         if len(self.waiting) >= self.config.max_waiting + self._open_places():
             return Output(request_id=generate.request_id, finish="overloaded")
         limit = min(self.max_context, self.kv.capacity)
@@ -60,8 +61,9 @@ class Scheduler:
         if generate.max_tokens is not None:
             limit = len(generate.prompt) + generate.max_tokens
         seed = secrets.randbits(63) if generate.sampling.seed is None else generate.sampling.seed
-        self.waiting.append(Request(client, generate, limit, seed, self.kv.empty_tables(), grammar=grammar))
-        return None
+        request = Request(client, generate, limit, seed, self.kv.empty_tables())
+        self.waiting.append(request)
+        return request
 
     def adopt(self, client: bytes, generate: Generate) -> None:
         """Run a request at once whose prompt's keys and values, the last token's excepted, are in the cache by other
@@ -71,6 +73,7 @@ class Scheduler:
         request = Request(client, generate, limit, generate.sampling.seed or 0, self.kv.empty_tables())
         if not self.kv.place(request, len(generate.prompt) - 1):
             raise ValueError(f"no room in the KV cache for {len(generate.prompt)} more tokens")
+        request.admitted = request.arrived
         self.running.append(request)
 
     def _open_places(self) -> int:
@@ -90,13 +93,14 @@ class Scheduler:
             return f"the prompt's {length} tokens and max_tokens {generate.max_tokens} exceed {limit}: {room}"
         return None
 
-    def cancel(self, client: bytes, request_id: str) -> None:
-        """Forget a request and free its blocks; one that is not there has ended meanwhile."""
+    def cancel(self, client: bytes, request_id: str) -> Request | None:
+        """Forget a request and free its blocks; None if it is not there: it has ended meanwhile."""
         for queue in (self.running, self.waiting):
             for request in queue:
                 if request.id == request_id and request.client == client:
                     self._end(request)
-                    return
+                    return request
+        return None
 
     def cancel_all(self, client: bytes) -> None:
         """Forget all requests of a client."""
@@ -107,7 +111,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or self.waiting)
+        """Whether there is anything to step for."""
+        return bool(self.running) or any(not request.compiling for request in self.waiting)
 
     def schedule(self) -> Plan:
         """Choose the next step's tokens, admit and preempt as needed."""
@@ -124,16 +129,17 @@ class Scheduler:
                 planned.append((request, count))
                 budget -= count
         preempted = self.stats.preemptions > preemptions
-        while self.waiting and budget and not preempted and len(self.running) < self.config.max_running:
-            request = self.waiting[0]
+        for request in [request for request in self.waiting if not request.compiling]:
+            if not budget or preempted or len(self.running) >= self.config.max_running:
+                break
             self.kv.match(request)
             count = min(request.remaining, budget)
             if not (self.kv.has_room(request) and self.kv.grow(request, request.computed + count)):
                 self.kv.free(request)
                 break
-            self.waiting.popleft()
+            self.waiting.remove(request)
             self.running.append(request)
-            self._count_prefix_hit(request)
+            self._count_admission(request)
             planned.append((request, count))
             budget -= count
         self.update_gauges()
@@ -156,7 +162,8 @@ class Scheduler:
                 return False
         return True
 
-    def _count_prefix_hit(self, request: Request) -> None:
+    def _count_admission(self, request: Request) -> None:
+        request.admitted = request.admitted or time.monotonic()
         if request.output_length == 0:
             request.cached_tokens = request.computed
             self.stats.prefix_queries += request.prompt_length
@@ -199,6 +206,7 @@ class Scheduler:
 
     def _accept(self, request: Request, position: int, sampled: Sampled) -> Output:
         first = position == request.prompt_length
+        now = time.monotonic()
         request.tokens[position] = sampled.token
         finish: FinishReason | None = None
         error = _step_grammar(request, sampled.token)
@@ -217,6 +225,8 @@ class Scheduler:
             finish=finish,
             error=error,
             cached_tokens=request.cached_tokens if first else 0,
+            queue_s=request.admitted - request.arrived if first else 0.0,
+            prefill_s=now - request.admitted if first else 0.0,
         )
 
     def _end(self, request: Request) -> None:

@@ -57,9 +57,11 @@ class Choice:
         deltas: list[Delta] = []
         logprobs = output.logprobs
         parser = self._parser
+        matcher = self._matcher
+        hidden = self._hidden_stop_ids
         for position, token_id in enumerate(output.token_ids):
             self.completion_tokens += 1
-            if token_id in self._hidden_stop_ids:
+            if hidden and token_id in hidden:
                 continue
             start = self._content_in
             if new := parser.feed(token_id):
@@ -68,7 +70,7 @@ class Choice:
                 self.reasoning_tokens += 1
             elif logprobs is not None and parser.section == "content":
                 self._held_logprobs.append((start, token_id, logprobs[position]))
-            if self.matched_stop:
+            if matcher is not None and matcher.matched is not None:
                 self.finish_reason = "stop"
                 return deltas
         if output.finish is not None:

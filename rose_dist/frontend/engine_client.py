@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from rose_dist.engine.protocol import Cancel, Generate, Outputs, Ready, ToFrontend
+from rose_dist.frontend.announcements import Announcements
 from rose_dist.frontend.errors import ReplicaLostError
 from rose_dist.frontend.generation import Generation
 from rose_dist.frontend.leader import Leader
@@ -49,6 +50,7 @@ class EngineClient:
         self.replicas = [Replica(number) for number in range(replicas or 1)]
         self._router = Router()
         self._generations: dict[str, tuple[Generation, Leader]] = {}
+        self._announcements = Announcements()
 
     def open(self) -> None:
         """Greet the leaders of the one job. Call on the running loop."""
@@ -126,7 +128,7 @@ class EngineClient:
             raise ReplicaLostError
         loads = {number: leader.in_flight for number, leader in leaders.items()}
         leader = leaders[self._router.choose(requests[0].prompt, loads)]
-        generation = Generation([request.request_id for request in requests], self._cancel)
+        generation = Generation([request.request_id for request in requests], self._cancel, self._announcements)
         for request in requests:
             self._generations[request.request_id] = (generation, leader)
             leader.in_flight += 1

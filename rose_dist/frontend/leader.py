@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable
 
 import msgspec
 import zmq
 
 from rose_dist.engine.protocol import EngineStats, Hello, Ready, Shutdown, ToEngine, ToFrontend
+from rose_dist.frontend.announcements import TURN_S
 
 logger = logging.getLogger(__name__)
 
-_READS_A_TURN = 64
-"""Messages read before other callbacks of the loop get their turn."""
 _LINGER_MS = 1000
 _BEAT_MS = 1000
 _SILENT_MS = 8000
@@ -103,7 +103,8 @@ class Leader:
         self._read_scheduled = False
         if self._socket.closed:
             return
-        for _ in range(_READS_A_TURN):
+        pause = time.monotonic() + TURN_S
+        while time.monotonic() < pause:
             try:
                 frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:

@@ -98,7 +98,10 @@ class Metrics(Collector):
             "request_time_per_output_token_seconds", "Mean time between the tokens of a choice", _FAST_SECONDS
         )
         self.end_to_end = Histogram("e2e_request_latency_seconds", "Arrival to last token", _SECONDS)
+        self.queue_time = Histogram("request_queue_time_seconds", "In the engine's queue", _SECONDS)
+        self.prefill_time = Histogram("request_prefill_time_seconds", "From the queue to the first token", _SECONDS)
         self.decode_time = Histogram("request_decode_time_seconds", "First to last token", _SECONDS)
+        self.inference_time = Histogram("request_inference_time_seconds", "From the queue to the last token", _SECONDS)
         self.request_prompt_tokens = Histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
         self.request_generation_tokens = Histogram("request_generation_tokens", "Tokens of a choice", _TOKENS)
         self.request_max_tokens = Histogram("request_params_max_tokens", "max_tokens of a request", _TOKENS)

@@ -22,6 +22,7 @@ import uvloop
 from rose_dist.frontend.api.app import build_app
 from rose_dist.frontend.api.service import Service
 from rose_dist.frontend.config import ENGINE_FAILED, LaunchSpec, ReplicaNews
+from rose_dist.frontend.connection import Connection
 from rose_dist.frontend.engine_client import EngineClient
 from rose_dist.frontend.errors import EngineError, UnavailableError
 from rose_dist.frontend.formats.choose import choose_format, load_codec
@@ -63,7 +64,7 @@ def serve(spec: LaunchSpec) -> None:
     service = Service(config, tokenizer, chat_format, client, metrics, shared)
     gc.collect()
     gc.freeze()  # what lives as long as the process
-    gc.set_threshold(20_000, 20, 50)  # decoded outputs are many and short-lived; the default costs a tenth of the time
+    gc.set_threshold(5_000, 20, 50)  # the default costs a tenth of the time; more makes each collection a longer pause
     uvloop.run(_serve(service, socket.socket(fileno=spec.listen_fd), news=spec.replicas > 0))
 
 
@@ -79,7 +80,7 @@ async def _serve(service: Service, listen_socket: socket.socket, *, news: bool) 
     server = _Server(
         uvicorn.Config(
             build_app(service),
-            http="httptools",
+            http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,

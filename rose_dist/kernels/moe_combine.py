@@ -11,6 +11,8 @@ from torch import Tensor
 
 from rose_dist.kernels import checks, launch
 
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
 
 def reference(
     rows: Tensor, slots: Tensor, weights: Tensor, ids: Tensor | None = None, bias: Tensor | None = None
@@ -42,12 +44,8 @@ def combine(
         accumulate: add what stands in `out` to the sum, before it is rounded.
         ids: int32 [tokens, k], needed with `bias` [experts, hidden], whose first row is of `first_expert`.
     """
-    hidden, top_k = out.shape[-1], slots.shape[1]
-    checks.dtype("rows", rows, torch.bfloat16, torch.float16, torch.float32)
-    checks.dtype("out", out, torch.bfloat16, torch.float16, torch.float32)
-    checks.rows("rows", rows)
-    checks.dense("out", out)
-    checks.multiple("the row size", hidden * rows.element_size(), 16, "rows are read 16 bytes at a time")
+    _check(rows, slots, weights, out, tokens, ids, bias, live_rows)
+    hidden, top_k = out.shape[1], slots.shape[1]
     if tokens:
         from rose_dist.kernels.cute import moe_combine as cute  # noqa: PLC0415 - it loads the compiler
 
@@ -59,3 +57,37 @@ def combine(
         launch.run(
             launcher, out, rows, stride, slots, weights, ids, bias, first_expert, live_rows, out, tokens
         )  # fmt: skip
+
+
+def _check(
+    rows: Tensor, slots: Tensor, weights: Tensor, out: Tensor, tokens: int, ids: Tensor | None, bias: Tensor | None,
+    live_rows: Tensor | None,
+) -> None:  # fmt: skip
+    checks.shape("rows", rows, None, None)
+    checks.dtype("rows", rows, *_FLOATS)
+    checks.rows("rows", rows)
+    hidden = rows.shape[1]
+    checks.multiple("the row size", hidden * rows.element_size(), 16, "rows are read 16 bytes at a time")
+    checks.shape("out", out, None, hidden)
+    checks.dtype("out", out, *_FLOATS)
+    checks.same_device("out", out, rows.device)
+    checks.dense("out", out)
+    checks.shape("slots", slots, None, None)
+    of_pairs = (("slots", slots, torch.int32), ("weights", weights, torch.float32), ("ids", ids, torch.int32))
+    for name, tensor, dtype in of_pairs:
+        if tensor is not None:
+            checks.shape(name, tensor, None, slots.shape[1])
+            checks.dtype(name, tensor, dtype)
+            checks.same_device(name, tensor, rows.device)
+            checks.dense(name, tensor, 4)
+    for name, tensor in (("out", out), ("slots", slots), ("weights", weights), ("ids", ids)):
+        if tensor is not None and len(tensor) < tokens:
+            raise checks.fail(name, f"has {len(tensor)} rows, fewer than the {tokens} tokens")
+    if bias is not None:
+        if ids is None:
+            raise checks.fail("ids", "are needed to choose each row's bias")
+        checks.shape("bias", bias, None, hidden)
+        checks.dtype("bias", bias, *_FLOATS)
+        checks.same_device("bias", bias, rows.device)
+        checks.dense("bias", bias)
+    checks.live_rows(live_rows, rows.device)

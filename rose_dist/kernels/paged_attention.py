@@ -74,8 +74,9 @@ def decode(
     its capacity. A request's result depends, bit for bit, on nothing but its own query, keys, values and length.
 
     Args:
-        q: bf16 [requests, query heads, head_dim], of requests in any distance, as in a fused projection's output.
-        keys, values: bf16 or e4m3 [slots, key heads, head_dim], one layer's cache; block b has slots from
+        q: bf16, on a CPU also fp32 [requests, query heads, head_dim], of requests in any distance, as in a fused
+            projection's output. head_dim: 64 or 128, on a CPU any.
+        keys, values: of `q`'s dtype or e4m3 [slots, key heads, head_dim], one layer's cache; block b has slots from
             b · block_size on. With e4m3 queries and weights are multiplied as fp16, so |q| must stay below 65504.
         tables: int32 [requests, blocks], the blocks of a request's tokens in order. What a query does not see may be
             anything.

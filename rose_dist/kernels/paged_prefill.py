@@ -23,7 +23,7 @@ def prefill(
     that, and so on. Keys before the chunk are a cached prefix or earlier chunks.
 
     Args:
-        q: bf16 or fp16 [tokens, query heads, head_dim], sequence after sequence.
+        q: bf16 or fp16, on a CPU also fp32 [tokens, query heads, head_dim], sequence after sequence.
         keys, values: of `q`'s dtype or e4m3 [slots, key heads, head_dim], one layer's cache, the queries' own keys and
             values in it. e4m3 is widened to `q`'s dtype.
         slots: int64 [keys], the cache slots of each sequence's keys in order, sequence after sequence. With a window

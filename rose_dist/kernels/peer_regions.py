@@ -13,6 +13,7 @@ PACKET_WORDS = 3
 """Data words of a packet; the fourth is its epoch."""
 
 ASSIGN_STAGE, ONE_SHOT_STAGE, ADD_STAGE, TAKE_STAGE, MULTICAST_ADD_STAGE, MULTICAST_TAKE_STAGE = range(16, 22)
+HEADER_STAGE, RECORD_STAGE, CHUNK_STAGE, RESULT_STAGE, RESULT_CHUNK_STAGE = range(22, 27)
 """The numbers of waits in reports."""
 STAGES = {
     ASSIGN_STAGE: "the slot assignment of a local dispatch",
@@ -21,6 +22,11 @@ STAGES = {
     TAKE_STAGE: "a two-shot all-reduce, for sums",
     MULTICAST_ADD_STAGE: "an all-reduce by multicast, for what is to be added",
     MULTICAST_TAKE_STAGE: "an all-reduce by multicast, for sums",
+    HEADER_STAGE: "a dispatch, for its header",
+    RECORD_STAGE: "a dispatch, for a token's packets",
+    CHUNK_STAGE: "a dispatch, for a chunk of rows",
+    RESULT_STAGE: "a combine, for a result's packets",
+    RESULT_CHUNK_STAGE: "a combine, for a chunk of results",
 }
 
 

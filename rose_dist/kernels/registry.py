@@ -12,6 +12,9 @@ from rose_dist.kernels.cute.all_reduce_multicast import Multicast
 from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
 from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
 from rose_dist.kernels.cute.embedding import Embed
+from rose_dist.kernels.cute.exchange_combine import ExchangeCombine
+from rose_dist.kernels.cute.exchange_dispatch import ExchangeDispatch
+from rose_dist.kernels.cute.exchange_rows import AssignRecords, PushRows, SumChunks
 from rose_dist.kernels.cute.moe_combine import VECTOR_BYTES, Combine
 from rose_dist.kernels.cute.moe_dispatch_decode import DispatchDecode
 from rose_dist.kernels.cute.moe_dispatch_prefill import AssignSlots, ScatterRows
@@ -24,6 +27,8 @@ from rose_dist.kernels.cute.rms_norm import RMSNorm
 from rose_dist.kernels.cute.routing import Route
 from rose_dist.kernels.cute.small_linear import COLUMNS, SmallLinear
 from rose_dist.kernels.cute.swiglu import GatedActivation
+from rose_dist.kernels.exchange_layout import ExchangeLayout
+from rose_dist.kernels.exchange_tiling import PARTS
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.formats import FORMATS, FP8, MXFP8, BlockFormat, BlockOutput, Scale, ScaleLayout
 from rose_dist.kernels.jit import Kernel
@@ -73,6 +78,14 @@ MOE_ROWS = (
 )
 """Experts, k, hidden, payload, fp32 scales, bias: GPT-OSS 20b and 120b, DeepSeek-V3 in bf16 and in FP8."""
 
+GPT_OSS_EXCHANGE = ExchangeLayout(
+    ranks=2, experts=128, top_k=4, max_tokens=128, row_bytes=5760, scale_bytes=0, result_bytes=5760
+)
+DEEPSEEK_EXCHANGE = ExchangeLayout(
+    ranks=8, experts=256, top_k=8, max_tokens=4096, row_bytes=7168, scale_bytes=224, result_bytes=14336, in_flight=2
+)
+"""Rows in bf16, decode alone; and in FP8 with results in bf16, also prefill."""
+
 MXFP4_EXPERTS = (128, 2880, 2880)
 """Experts, hidden, intermediate: GPT-OSS 120b. The 20b's kernels differ in nothing but the number of experts."""
 
@@ -100,6 +113,7 @@ def _all(arch: Arch) -> Iterator[Kernel]:
     yield from _mxfp4_experts(arch)
     yield from _small_linears(arch)
     yield from _all_reduces(arch)
+    yield from _exchanges(arch)
     yield probe.GridBarriers(arch, repeats=100)
     yield probe.Primitives(arch, multicast=True)
 
@@ -218,6 +232,22 @@ def _all_reduces(arch: Arch) -> Iterator[Kernel]:
         for dtype in (bf16, torch.float32):
             yield TwoShot(arch, ranks, dtype)
         yield Multicast(arch, ranks)
+
+
+def _exchanges(arch: Arch) -> Iterator[Kernel]:
+    bf16, few, many = torch.bfloat16, PARTS.variants[0], PARTS.variants[-1]
+    whole, halves = (True, True), ((True, False), (False, True))
+    cases = [(GPT_OSS_EXCHANGE, PackedLayout(), few, half) for half in (whole, *halves)]
+    cases += [(DEEPSEEK_EXCHANGE, PackedLayout(128), most, whole) for most in (few, many)]
+    for layout, packed, most, half in cases:
+        yield ExchangeDispatch(arch, layout, packed, launch.widest(arch, layout.row_bytes), most, *half)
+        yield ExchangeCombine(arch, layout, bf16, bf16, False, most, *half)
+    layout = DEEPSEEK_EXCHANGE
+    yield AssignSlots(arch, layout.experts, layout.top_k, PackedLayout(), warps=8)
+    yield AssignRecords(arch, layout.ranks, layout.top_k, PackedLayout(), 8, layout)
+    yield PushRows(arch, layout)
+    for accumulate in (False, True):
+        yield SumChunks(arch, layout, bf16, bf16, accumulate)
 
 
 def _embeddings(arch: Arch) -> Iterator[Kernel]:

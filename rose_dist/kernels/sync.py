@@ -59,22 +59,23 @@ def reached(seen: Uint32, wanted: Uint32) -> Boolean:
 @cute.jit
 def wait(
     flag: Int64, wanted: Uint32, scope: cutlass.Constexpr, limit_ns: Int64, report: Int64, rank: Int32, peer: Int32,
-    stage: cutlass.Constexpr,
+    stage: cutlass.Constexpr, exact: cutlass.Constexpr = False,
 ) -> Boolean:  # fmt: skip
     """Until the u32 at `flag` has come to `wanted`; then everything its releasing writer published is visible.
 
-    One thread waits; a block barrier after it passes the visibility on to the block.
+    One thread waits; a block barrier after it passes the visibility on to the block. exact: for a flag that may be so
+    old that it seems to be ahead: it must equal `wanted`.
 
     Returns:
         False if `limit_ns` ran out first; the report then names rank, peer, stage and both values.
     """
     seen = ptx.load_acquire(flag, scope)
-    arrived = reached(seen, wanted)
+    arrived = (seen == wanted) if exact else reached(seen, wanted)
     if not arrived:
         polls, deadline, in_time = Int32(0), Uint64(0), Boolean(True)
         while in_time and not arrived:
             seen = ptx.load_acquire(flag, scope)
-            arrived = reached(seen, wanted)
+            arrived = (seen == wanted) if exact else reached(seen, wanted)
             polls += 1
             if polls % POLLS_PER_CLOCK == 0:
                 now = ptx.clock_ns()

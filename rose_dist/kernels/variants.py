@@ -189,6 +189,15 @@ class StreamTiling:
         return 2 * self.row_tiles
 
     @property
+    def quads(self) -> int:
+        """Of the 4 lanes that hold an output's sums, two rows each, those that hold rows of x."""
+        return min(4, -(-self.rows // 2))
+
+    @property
+    def part_bytes(self) -> int:
+        return 8 * self.quads * 16
+
+    @property
     def row_stride(self) -> int:
         """Bytes from row to row of x: an odd multiple of 64, so that 8 lanes of 2 rows meet 32 different banks."""
         return (self.columns | 1) * 64
@@ -214,7 +223,7 @@ class StreamTiling:
     @property
     def meeting_bytes(self) -> int:
         """Of one set of the warps' sums; there are two."""
-        return self.warps * self.parts * WARP * 16
+        return self.warps * self.parts * self.part_bytes
 
     @property
     def shared_bytes(self) -> int:
@@ -240,8 +249,8 @@ def _divisor(value: int, at_most: int) -> int:
 EXPERT_SHAPES = Ranges(
     (0, 2, 5, 9),
     (
-        StreamShape(warps=15, steps=3, stages=4, rows=1, buffers=2, per_sm=2),
-        StreamShape(warps=15, steps=3, stages=3, rows=4, buffers=1, per_sm=2),
+        StreamShape(warps=15, steps=3, stages=5, rows=1, buffers=2, per_sm=2),
+        StreamShape(warps=15, steps=3, stages=4, rows=4, buffers=1, per_sm=2),
         StreamShape(warps=15, steps=3, stages=6, rows=8, buffers=1),
         StreamShape(warps=15, steps=3, stages=4, rows=16, buffers=1),
     ),

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import pytest
 import torch
 
@@ -16,53 +12,15 @@ from rose_dist.comm.all_to_all.protocol import Routing
 from rose_dist.comm.all_to_all.tensor_parallel import TensorParallel
 from rose_dist.comm.group import Group
 from rose_dist.comm.layout import Layout
-from rose_dist.kernels import all_reduce, jit, launch
+from rose_dist.kernels import all_reduce
 from rose_dist.kernels.all_reduce import AllReduce, Sizes
-from rose_dist.kernels.arch import HOPPER, DeviceInfo
-from rose_dist.kernels.cute import moe_combine
 from rose_dist.kernels.errors import KernelArgumentError
+from tests.comm.emulated import SMS, Cluster
 from tests.comm.oracle import Batch, Case, expected_out, run_experts
 from tests.comm.test_all_to_all import BF16, same_bits
-from tests.kernels.emulation import EmulatedTensor
-from tests.kernels.peers import Peers, sum_in_rank_order
+from tests.kernels.peers import sum_in_rank_order
 
 DEVICE = torch.device("cuda", 0)
-SMS = 3
-
-
-class Cluster:
-    """Emulated GPUs on which the public functions run, one rank after the other; `run` lets all launches go."""
-
-    def __init__(self, ranks: int, region_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.peers = Peers(ranks, region_bytes // (2 * ranks * 16) + 1)
-        self.rank = 0
-        self._empty = torch.empty
-        monkeypatch.setattr(launch, "device", lambda _: DeviceInfo(HOPPER, SMS))
-        monkeypatch.setattr(launch, "run", self._launch)
-        monkeypatch.setattr(jit, "load", lambda kernel: kernel)
-        monkeypatch.setattr(torch, "empty", self._allocate)
-        for cached in (moe_combine.launcher, all_reduce._load):
-            cached.cache_clear()
-
-    @contextmanager
-    def on(self, rank: int) -> Iterator[None]:
-        self.rank = rank
-        yield
-
-    def tensor(self, values: torch.Tensor) -> Any:
-        return self.peers.tensor(values, self.rank).as_subclass(EmulatedTensor)
-
-    def _allocate(
-        self, *shape: Any, dtype: torch.dtype = torch.float32, device: Any = None, **options: Any
-    ) -> torch.Tensor:
-        if device is None or (torch.device(device).type != "cuda" and not isinstance(device, torch.device)):
-            return self._empty(*shape, dtype=dtype, device=device, **options)
-        sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        return self.peers.machine.empty(tuple(sizes), dtype, gpu=self.rank).as_subclass(EmulatedTensor)
-
-    def _launch(self, kernel: jit.Kernel, on: torch.Tensor, *arguments: Any) -> None:
-        numbers = [launch.address(a) if isinstance(a, torch.Tensor) or a is None else a for a in arguments]
-        self.peers.launch(kernel, self.rank, *numbers)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

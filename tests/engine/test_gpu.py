@@ -84,7 +84,7 @@ def test_logits_of_a_tiny_checkpoint(tiny: Path, length: int, chunk: int) -> Non
     """
     prompt = random_prompt(length, 1)
     expected = all_logits(tiny, "cpu", "float32", "bf16", prompt, chunk)
-    found = errors(all_logits(tiny, "cuda", "bfloat16", "bf16", prompt, chunk), expected)
+    found = errors(all_logits(tiny, "cuda:0", "bfloat16", "bf16", prompt, chunk), expected)
     assert found.median() < 0.015
     assert (found > 0.05).float().mean() < 0.05
 
@@ -94,7 +94,7 @@ def test_logits_of_a_tiny_checkpoint(tiny: Path, length: int, chunk: int) -> Non
 def test_logits_of_mxfp4_experts(packed: Path, kind: MoeWeights, length: int, chunk: int) -> None:
     prompt = random_prompt(length, 2, 512)
     expected = all_logits(packed, "cpu", "float32", "bf16", prompt, chunk)
-    found = errors(all_logits(packed, "cuda", "bfloat16", kind, prompt, chunk), expected)
+    found = errors(all_logits(packed, "cuda:0", "bfloat16", kind, prompt, chunk), expected)
     assert found.median() < 0.02
     assert (found > 0.1).float().mean() < 0.05
 
@@ -107,7 +107,7 @@ def test_logits_of_the_demo_model_and_its_word() -> None:
     assert b"".join(word for word in (b"The", b" capital", b" of", b" France", b" is")) == text
     expected = all_logits(DEMO, "cpu", "float32", "bf16", prompt, 512)
     for kind in ("bf16", "mxfp4"):
-        found = all_logits(DEMO, "cuda", "bfloat16", kind, prompt, 512)
+        found = all_logits(DEMO, "cuda:0", "bfloat16", kind, prompt, 512)
         assert errors(found, expected).median() < 0.015
         assert int(found[-1].argmax()) == spellings[b" Paris"]
 

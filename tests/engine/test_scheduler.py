@@ -56,7 +56,7 @@ class Harness:
         )
         refusal = self.scheduler.add(CLIENT, request)
         self.outputs[name] = []
-        if refusal is not None:
+        if isinstance(refusal, Output):
             self.finished[name] = refusal.finish
 
     def step(self) -> Plan:

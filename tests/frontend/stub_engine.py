@@ -42,6 +42,9 @@ class StubConfig(msgspec.Struct, kw_only=True):
     max_waiting: int = 1000
     step_s: float = 0.0
     tokens_per_step: int = 1
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    """What it says of every request."""
     loaded_when: str | None = None
     """A file; the model counts as loaded once it exists."""
     error_after: int | None = None
@@ -175,6 +178,7 @@ class StubEngine:
         output = Output(request_id=running.request.request_id, token_ids=tokens)
         if start == 0:
             output.cached_tokens = len(running.request.prompt) // 2
+            output.queue_s, output.prefill_s = self._config.queue_s, self._config.prefill_s
         if (count := running.request.sampling.logprobs) is not None:
             output.logprobs = [TokenLogprobs(-0.5, [(t, -0.5), (t + 1, -1.5)][:count]) for t in tokens]
         if self._config.error_after is not None and end >= self._config.error_after:

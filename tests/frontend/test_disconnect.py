@@ -23,10 +23,23 @@ def slow(config: FrontendConfig, tokenizer: Tokenizer) -> Iterator[Frontend]:
         yield started
 
 
-def send_request(frontend: Frontend, *, stream: bool, path: str = "/v1/chat/completions") -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", frontend.port), timeout=10)
+def send_request(
+    frontend: Frontend,
+    *,
+    stream: bool,
+    path: str = "/v1/chat/completions",
+    receive_buffer: int | None = None,
+    **more: object,
+) -> socket.socket:
+    connection = socket.socket()
+    connection.settimeout(10)
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.connect(("127.0.0.1", frontend.port))
     fields = {"messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi"}
-    body = json.dumps({"model": "tiny-chat", "max_tokens": 100_000, "ignore_eos": True, "stream": stream, **fields})
+    body = json.dumps(
+        {"model": "tiny-chat", "max_tokens": 100_000, "ignore_eos": True, "stream": stream, **fields, **more}
+    )
     connection.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
     return connection
 
@@ -58,6 +71,37 @@ def test_a_waiting_request_is_cancelled(slow: Frontend) -> None:
     for connection in connections:
         connection.close()
     wait_for(lambda: slow.metric("num_requests_running") == 0, 1)
+
+
+def test_a_client_that_leaves_while_its_request_is_read(slow: Frontend) -> None:
+    padding = {"metadata": {"note": "x" * 100_000}}  # so long that a thread renders it
+    for _ in range(20):
+        send_request(slow, stream=True, **padding).close()
+    with slow.client() as client:  # comes after them
+        client.chat.completions.create(model="tiny-chat", messages=[{"role": "user", "content": "Hi"}], max_tokens=1)
+    wait_for(lambda: slow.metric("num_requests_running") + slow.metric("num_requests_waiting") == 0, 1)
+
+
+def test_a_client_that_reads_slowly_gets_everything(config: FrontendConfig, tokenizer: Tokenizer) -> None:
+    """About 10 MB, more than the sockets hold, read once the engine has long ended."""
+    script = tokenizer.encode(REPLY) * 400
+    with running(config, [StubConfig(script=script, step_s=0.0002)]) as frontend:
+        connection = send_request(
+            frontend, stream=True, receive_buffer=4096, n=8, max_tokens=3000, logprobs=True, top_logprobs=2
+        )
+        wait_for(lambda: frontend.metric("num_requests_running") == 8)
+        wait_for(lambda: frontend.metric("num_requests_running") == 0)
+        assert frontend.metric("request_success_total") == 0, "all was written: the client was not slow enough"
+        received = bytearray()
+        while not received.endswith(b"0\r\n\r\n"):
+            received += connection.recv(1 << 20)
+        connection.close()
+        assert frontend.metric("generation_tokens_total") == 8 * 3000
+    events = [json.loads(line[6:]) for line in received.split(b"\n") if line.startswith(b"data: {")]
+    for index in range(8):
+        choices = [choice for event in events for choice in event["choices"] if choice["index"] == index]
+        assert "".join(choice["delta"].get("content", "") for choice in choices) == tokenizer.decode(script[:3000])
+        assert sum(len(choice["logprobs"]["content"]) for choice in choices if choice["logprobs"]) == 3000
 
 
 def test_a_client_that_stops_reading_holds_up_nobody(slow: Frontend) -> None:

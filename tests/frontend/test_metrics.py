@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from rose_dist.frontend.config import FrontendConfig
 from rose_dist.frontend.metrics import Histogram
-from tests.frontend.running import Frontend
+from rose_dist.frontend.tokenizer import Tokenizer
+from tests.frontend.running import Frontend, running
+from tests.frontend.stub_engine import StubConfig
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana.json"
 
@@ -23,6 +26,19 @@ def test_counts_after_some_requests(frontend: Frontend) -> None:
     assert families["rose:request_params_n"].type == "histogram"
     samples = {(s.name, *s.labels.values()): s.value for s in families["rose:request_success"].samples}
     assert samples["rose:request_success_total", "length", "tiny-chat"] >= 2
+
+
+def test_times_in_the_engine_are_what_it_says(config: FrontendConfig, tokenizer: Tokenizer) -> None:
+    stub = StubConfig(script=tokenizer.encode("yes"), queue_s=3.0, prefill_s=0.7, step_s=0.01)
+    with running(config, [stub]) as frontend:
+        body = {"model": "tiny-chat", "prompt": [5, 6, 7], "max_tokens": 4, "n": 2}
+        assert frontend.post("/v1/completions", body)[0] == 200
+        for name, total in {"queue": 6.0, "prefill": 1.4}.items():
+            assert frontend.metric(f"request_{name}_time_seconds_count") == 2
+            assert frontend.metric(f"request_{name}_time_seconds_sum") == pytest.approx(total)
+        decode = frontend.metric("request_decode_time_seconds_sum")
+        assert decode > 0
+        assert frontend.metric("request_inference_time_seconds_sum") == pytest.approx(1.4 + decode)
 
 
 def test_histogram_is_cumulative_and_bounds_are_inclusive() -> None:

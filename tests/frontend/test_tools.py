@@ -159,7 +159,21 @@ def test_harmony_end_to_end(tmp_path: Path) -> None:
             "/v1/chat/completions", {"model": "gpt-oss", "messages": MESSAGES, "reasoning_effort": "frantic"}
         )
         assert status == 400, body
-    prompt = vocabulary.decode(json.loads(report.read_text().splitlines()[1])["prompt"])
+        strict = {**TOOLS[0]["function"], "strict": True}
+        create(frontend, model="gpt-oss", tools=[{"type": "function", "function": strict}])
+        with frontend.client() as client:
+            client.responses.create(model="gpt-oss", input="Hi", tools=[{"type": "function", **strict}])
+        strict["parameters"] = {"type": "object", "not": {"required": ["city"]}}
+        tools = [{"type": "function", "function": strict}]
+        status, body, _ = frontend.post(
+            "/v1/chat/completions", {"model": "gpt-oss", "messages": MESSAGES, "tools": tools}
+        )
+        assert (status, body["error"]["param"]) == (400, "tools"), body
+        assert "get_weather can't be enforced" in body["error"]["message"]
+    told = [json.loads(line) for line in report.read_text().splitlines()]
+    held = ['"city"' in generate.get("grammar", "") for generate in told if generate["type"] == "generate"]
+    assert held == [False, False, False, True, True]
+    prompt = vocabulary.decode(told[1]["prompt"])
     assert "Reasoning: high" in prompt
     assert prompt.endswith("<|start|>assistant")
 

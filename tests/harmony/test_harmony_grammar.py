@@ -59,6 +59,13 @@ def formatted(kind: str, **fields: object) -> Conversation:
     return Conversation(messages=[], tools=TOOLS, response_format=ResponseFormat(kind=kind, **fields))
 
 
+STRICT = [Tool(name="get_weather", parameters=SCHEMA, strict=True), Tool(name="ping")]
+
+
+def strict(**fields: object) -> Conversation:
+    return Conversation(messages=[], tools=STRICT, **fields)
+
+
 def call(name: str, arguments: str) -> str:
     return f"{C}commentary to=functions.{name} {K}json{M}{arguments}{L}"
 
@@ -78,6 +85,13 @@ ANSWER = f"{C}final{M}{GOOD}{R}"
         (formatted("json_object"), f'{C}final{M}{{"x": [1, null]}}{R}'),
         (formatted("regex", text="[a-z]+/[0-9]{2}"), f"{C}final{M}abc/42{R}"),
         (formatted("lark", text='start: "yes" | "no"'), f"{C}final{M}no{R}"),
+        (strict(), call("get_weather", GOOD)),
+        (strict(), call("ping", "anything")),
+        (strict(), f"{C}final{M}In Tokyo: {{\nfree text 🙂{R}"),
+        (strict(), f"{C}final{M}{R}"),
+        (strict(response_format=ResponseFormat(kind="json_object")), call("get_weather", GOOD)),
+        (strict(template_arguments={"builtin_tools": ["browser"]}), f"{C}analysis to=browser.search code{M}{{x{L}"),
+        (strict(template_arguments={"builtin_tools": ["python"]}), f"{C}analysis to=python{M}print(1){L}"),
     ],
 )
 def test_canonical_turns_are_allowed(harmony, compiler, conversation, end, before):
@@ -101,6 +115,13 @@ def test_canonical_turns_are_allowed(harmony, compiler, conversation, end, befor
         (formatted("json_schema", schema=SCHEMA), ANSWER.replace(R, E), E),
         (formatted("json_schema", schema=SCHEMA), f"{M}{GOOD}{R}", f"{M}{GOOD}{R}"),
         (formatted("regex", text="[a-z]+/[0-9]{2}"), f"{C}final{M}abc/4{R}", R),
+        (strict(), call("get_weather", '{"days": 1}'), f"}}{L}"),
+        (strict(), call("get_weather", GOOD[:-1]), L),
+        (strict(), call("get_weather", GOOD).replace(L, R), R),
+        (strict(), call("other", "{}"), f"other {K}json{M}{{}}{L}"),
+        (strict(), f"{C}final{M}yes{L}", L),
+        (strict(), f"{C}analysis to=python code{M}1{L}", f"to=python code{M}1{L}"),
+        (strict(response_format=ResponseFormat(kind="json_object")), call("get_weather", '{"days": 1}'), f"}}{L}"),
     ],
 )  # fmt: skip
 def test_other_turns_are_refused(harmony, compiler, conversation, text, refused):
@@ -134,6 +155,11 @@ def test_random_choices_give_a_turn_that_parses(harmony, compiler, conversation,
         jsonschema.validate(json.loads(reply.content), SCHEMA)
 
 
+def test_a_strict_tool_alone_is_held_to_its_schema(harmony):
+    grammar = json.loads(harmony.grammar(strict()))
+    assert [part.get("json_schema", {}).get("required") for part in grammar["grammars"][1:]] == [["city"]]
+
+
 def test_no_grammar_without_a_reason(harmony):
     assert harmony.grammar(Conversation(messages=[], tools=TOOLS)) is None
 
@@ -149,6 +175,10 @@ def test_no_grammar_without_a_reason(harmony):
         (formatted("json_schema", schema={"type": "strin"}), "json_schema can't be enforced"),
         (formatted("json_schema", schema={"minimum": "a" * 88 + "é" * 20}), "json_schema can't be enforced"),
         (formatted("lark", text="start: <[200012]>"), "lark can't be enforced"),
+        (
+            Conversation(messages=[], tools=[Tool(name="g", parameters={"not": {}}, strict=True)]),
+            "parameters of tool g can't be enforced",
+        ),
         (formatted("regex", text="[a"), "regex can't be enforced.*regex parse error"),
         (formatted("lark", text="begin: /a/"), "lark can't be enforced"),
         (

@@ -1,9 +1,10 @@
 """The vocabulary without a network: the variable, the cache, a checkpoint's tokenizer.json, an installed package."""
 
 import json
+import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rose_dist.frontend.formats.harmony_vocabulary import CONTROL_TEXT, SIZE, HarmonyVocabulary
@@ -128,11 +129,25 @@ def test_long_runs_are_cut_and_other_text_is_not(vocabulary, library):
     assert vocabulary.encode(prose) == library.encode(prose)
     letters = "abcdefghijklmnopqrstuvwxyz" * 300
     assert vocabulary.encode(f"x {letters}") == [
-        *library.encode(f"x {letters[:4096]}"),
-        *library.encode(letters[4096:]),
+        *library.encode(f"x {letters[:1024]}"),
+        *(token for cut in range(1024, len(letters), 1024) for token in library.encode(letters[cut : cut + 1024])),
     ]
     for text in ("a" * 10_000, " " * 10_000, "東" * 9_000 + " x"):
         assert vocabulary.decode(vocabulary.encode(text)) == text
+
+
+PARTS = ["word", "Wörter", "हिन्दी", "東京", "don't", "1234567", "3.14", "::=/", '"{', "🙂"]
+SPACES = [" ", "  ", "\n", "\r\n\t", "/\n", "\u3000"]
+
+
+@settings(max_examples=100)
+@given(st.lists(st.sampled_from([*PARTS, *SPACES]), min_size=1), st.integers(0, 400))
+def test_a_long_text_in_pieces_is_the_text_in_one(vocabulary, library, parts, shift):
+    """Whatever stands at the places where it is cut."""
+    text = "x" * shift + "".join([*parts, " ", *reversed(parts)] * (20_000 // len("".join(parts)) + 1))
+    longest_run = max(len(run) for run in re.split(r"\s+", text) + re.findall(r"\s+", text))
+    assume(longest_run <= 1024)
+    assert vocabulary.encode(text) == library.encode(text, disallowed_special=())
 
 
 def test_a_checkpoint_in_openai_s_layout_has_harmony_s_bytes(tmp_path):

@@ -43,6 +43,7 @@ class Peers:
         self.reports = [self.machine.zeros(REPORT_WORDS, torch.int32, gpu=g) for g in each]
         self.limit = LONG
         self.weaken = ("", "")
+        self.change: Callable[[Launch], Launch] = lambda launch: launch
         self._launches: list[list[Launch]] = [[] for _ in each]
 
     def tensor(self, values: torch.Tensor, rank: int) -> torch.Tensor:
@@ -70,7 +71,7 @@ class Peers:
         self._launches[rank] += launches
 
     def run(self, seed: int = 0, **options: Any) -> None:
-        launches = [one for rank in self._launches for one in rank]
+        launches = [self.change(one) for rank in self._launches for one in rank]
         self._launches = [[] for _ in range(self.ranks)]
         self.machine.run(launches, seed=seed, **options)
 

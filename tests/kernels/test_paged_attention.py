@@ -289,8 +289,7 @@ def test_no_requests() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q": torch.zeros(2, 8, 64)}, "q: dtype is torch.float32"),
-        ({"q": torch.zeros(2, 8, 96).bfloat16()}, r"q: head_dim is 96; allowed: \(64, 128\)"),
+        ({"q": torch.zeros(2, 8, 64).half()}, "q: dtype is torch.float16"),
         ({"q": torch.zeros(2, 9, 64).bfloat16()}, "q: 9 query heads for 2 key heads"),
         ({"q": torch.zeros(2, 64, 64).bfloat16()}, "q: 64 query heads for 2 key heads; needs 1 to 16"),
         ({"q": torch.zeros(2, 64, 8).bfloat16().transpose(1, 2)}, "q: rows are not contiguous"),
@@ -316,6 +315,19 @@ def test_bad_arguments(change: dict[str, Any], message: str) -> None:
     }  # fmt: skip
     with pytest.raises(KernelArgumentError, match=message):
         decode(**arguments | change)
+
+
+@pytest.mark.parametrize(
+    ("q", "message"),
+    [
+        (torch.zeros(2, 8, 64), "q: dtype is torch.float32; allowed: torch.bfloat16"),
+        (torch.zeros(2, 8, 96).bfloat16(), r"q: head_dim is 96; allowed: \(64, 128\)"),
+    ],
+)
+def test_bad_arguments_on_a_gpu(gpu: Any, q: torch.Tensor, message: str) -> None:
+    """A CPU takes more."""
+    with pytest.raises(KernelArgumentError, match=message):
+        attend(gpu, q, Cache.filled([20, 20], 2, q.shape[2]))
 
 
 def test_workspace_of_another_shape(gpu: Any) -> None:

@@ -134,7 +134,7 @@ def test_no_tokens_and_a_given_result() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q": torch.zeros(3, 8, 64)}, "q: dtype"),
+        ({"q": torch.zeros(3, 8, 64).double()}, "q: dtype"),
         ({"q": torch.zeros(3, 9, 64).bfloat16()}, "q: 9 query heads for 2 key heads"),
         ({"slots": torch.zeros(7, dtype=torch.int32)}, "slots: dtype"),
         ({"query_starts": torch.zeros(2)}, "query_starts: dtype"),

@@ -75,9 +75,14 @@ class MemoryModel:
         if slow.any():
             values = values.copy()
             octets = values.view(np.uint8).reshape(len(offsets), access.size // shadow.granule, shadow.granule)
-            for lane, part in np.argwhere(slow):
-                chosen = self._choose(memory, shadow, int(index[lane, part]), access, int(threads[lane]))
-                octets[lane, part] = np.frombuffer(chosen, np.uint8)
+            for lane in np.flatnonzero(slow.any(axis=1)):
+                parts = [self._candidates(memory, shadow, int(i), access, int(threads[lane])) for i in index[lane]]
+                for part, chosen in enumerate(self._pick(parts, access)):
+                    if slow[lane, part]:
+                        byte = int(index[lane, part]) * shadow.granule
+                        self._observe(memory, byte, chosen, int(threads[lane]))
+                        self._learn(chosen.views, access, int(threads[lane]))
+                        octets[lane, part] = np.frombuffer(chosen.value, np.uint8)
         slot = self.rng.getrandbits(1)
         shadow.reader[slot][index] = thread
         shadow.read_epoch[slot][index] = self.clocks.epoch[thread]
@@ -210,8 +215,8 @@ class MemoryModel:
             error.lane = lane
             raise error
 
-    def _choose(self, memory: Allocation, shadow: Shadow, index: int, access: Access, thread: int) -> bytes:
-        """A read that may be stale or that has something to learn: checks for a race and picks a version."""
+    def _candidates(self, memory: Allocation, shadow: Shadow, index: int, access: Access, thread: int) -> list[Version]:
+        """The writes that a read may return, the newest first. Checks for a race."""
         byte = index * shadow.granule
         flag = self._flag_ids.get((memory.base, byte))
         floor = self.clocks.floor(thread, flag) if flag is not None else 0
@@ -223,10 +228,18 @@ class MemoryModel:
         newest = candidates[0]
         earlier = Event(newest.writer, "write", newest.scope, newest.epoch)
         self.races.check(memory, byte, earlier, Event(thread, "read", access.scope))
-        chosen = newest if self.rng.random() < _NEWEST else self.rng.choice(candidates)
-        self._observe(memory, byte, chosen, thread)
-        self._learn(chosen.views, access, thread)
-        return chosen.value
+        return candidates
+
+    def _pick(self, parts: list[list[Version]], access: Access) -> list[Version]:
+        """One of the candidates of each part of an access. All parts of an access that is one on the hardware are as
+        they were after one and the same write.
+        """
+        if len(parts) == 1 or self._granule(access) < access.size:
+            return [part[0] if self.rng.random() < _NEWEST else self.rng.choice(part) for part in parts]
+        least = max(part[-1].stamp for part in parts)
+        stamps = [version.stamp for part in parts for version in part if version.stamp >= least]
+        moment = max(stamps) if self.rng.random() < _NEWEST else self.rng.choice(stamps)
+        return [next(version for version in part if version.stamp <= moment) for part in parts]
 
     def _is_before(self, version: Version, thread: int) -> bool:
         known = self.clocks.matrix[self.clocks.row[thread]]

@@ -229,15 +229,16 @@ def test_strong_accesses_race_unless_each_scope_includes_the_other_thread(store:
     assert all(counts) if races else not any(counts)
 
 
-def test_a_flag_inside_a_16_byte_packet() -> None:
+@pytest.mark.parametrize("beside", ["", "st.relaxed.sys.global.u32 [%d1+16], %r1;"], ids=["alone", "beside a word"])
+def test_a_flag_inside_a_16_byte_packet(beside: str) -> None:
     """Data and flag in one vector store arrive together, unless the run is told to tear vectors."""
-    write = thread("mov.u32 %r1, 1; st.relaxed.sys.global.v4.u32 [%d1], {%r1, %r1, %r1, %r1};")
+    write = thread(f"mov.u32 %r1, 1; {beside} st.relaxed.sys.global.v4.u32 [%d1], {{%r1, %r1, %r1, %r1}};")
     read = thread(
         "WAIT: ld.relaxed.sys.global.v4.u32 {%r1, %r2, %r3, %r4}, [%d1]; setp.eq.u32 %p1, %r4, 0; @%p1 bra WAIT;"
         "add.u32 %r1, %r1, %r2; add.u32 %r1, %r1, %r3; st.global.u32 [%d3], %r1;"
     )
     machine = Machine()
-    x, out = machine.zeros(4, torch.int32), machine.zeros(1, torch.int32)
+    x, out = machine.zeros(8, torch.int32), machine.zeros(1, torch.int32)
 
     def sums(vector_atomic: bool) -> set[int]:
         seen = set()

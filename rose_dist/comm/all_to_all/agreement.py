@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import fields
 
 from rose_dist.comm.all_to_all.protocol import AllToAllConfig
-from rose_dist.comm.group import Group
+from rose_dist.comm.symmetric_memory import Ranks
+from rose_dist.kernels.exchange_layout import ExchangeLayout
 
 
-def agree(config: AllToAllConfig, group: Group) -> None:
+def agree(config: AllToAllConfig | ExchangeLayout, group: Ranks) -> None:
     """Raise `ValueError` on every rank if any rank's sizes differ from the others'. Collective."""
     given = group.all_gather_objects(config)
     for field in fields(config):

@@ -7,39 +7,63 @@ import logging
 from rose_dist.comm.all_to_all.local import Local
 from rose_dist.comm.all_to_all.local_gpu import GpuOptions
 from rose_dist.comm.all_to_all.mpi import Mpi
+from rose_dist.comm.all_to_all.nvlink import NvLink, exchange_layout
 from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig
 from rose_dist.comm.all_to_all.split_tokens import SplitTokens
 from rose_dist.comm.all_to_all.tensor_parallel import TensorParallel
+from rose_dist.comm.symmetric_memory import SymmetricMemory
 from rose_dist.comm.world import Groups
 from rose_dist.kernels.all_reduce import AllReduce
+from rose_dist.kernels.arch import device_info
 
 logger = logging.getLogger(__name__)
 
 
 def create(
-    config: AllToAllConfig, groups: Groups, gpu: GpuOptions | None = None, all_reduce: AllReduce | None = None
-) -> AllToAll:
+    config: AllToAllConfig, groups: Groups, gpu: GpuOptions | None = None, all_reduce: AllReduce | None = None,
+    memory: SymmetricMemory | None = None,
+) -> AllToAll:  # fmt: skip
     """The all-to-all for this rank. Collective over the rank's lockstep group. With `gpu` it takes tensors of that GPU;
-    experts spread over tensor-parallel ranks then need their group's `all_reduce`.
+    experts spread over tensor-parallel ranks then need their group's `all_reduce`, experts spread over data-parallel
+    ranks the symmetric `memory` of their expert-parallel group, with `region_bytes` left in it.
 
     Raises `ValueError` on every rank if they give different sizes.
     """
-    chosen = _choose(config, groups, gpu, all_reduce)
+    chosen = _choose(config, groups, gpu, all_reduce, memory)
     experts = chosen.local_experts
     held = f"experts {experts.start} to {experts.stop - 1}" if experts else "no experts"
     logger.info("all-to-all: %s over %s, this rank holds %s", type(chosen).__name__, groups.layout, held)
     return chosen
 
 
-def _choose(config: AllToAllConfig, groups: Groups, gpu: GpuOptions | None, all_reduce: AllReduce | None) -> AllToAll:
+def _choose(
+    config: AllToAllConfig, groups: Groups, gpu: GpuOptions | None, all_reduce: AllReduce | None,
+    memory: SymmetricMemory | None,
+) -> AllToAll:  # fmt: skip
     layout, place = groups.layout, groups.place
-    local_experts = place.expert_range(config.num_experts)
     if layout.moe_mode == "data_parallel":
         if gpu is not None:
-            raise ValueError(f"GPUs with layout {layout}: experts over data-parallel ranks have no GPU exchange yet")
+            return _over_nvlink(config, groups, gpu, memory)
         if layout.tp > 1:
             return SplitTokens(config, groups.tp, lambda part: Mpi(part, groups.ep))
         return Mpi(config, groups.ep)
     if layout.tp == 1:
         return Local(config, gpu=gpu)
-    return TensorParallel(config, groups.tp, local_experts, gpu, all_reduce)
+    return TensorParallel(config, groups.tp, place.expert_range(config.num_experts), gpu, all_reduce)
+
+
+def _over_nvlink(config: AllToAllConfig, groups: Groups, gpu: GpuOptions, memory: SymmetricMemory | None) -> AllToAll:
+    if groups.layout.tp > 1:
+        raise ValueError(
+            f"GPUs with layout {groups.layout}: data-parallel experts need tp 1 on GPUs yet, because tensor-parallel "
+            "ranks gather their tokens' sums on the CPU; choose tp 1, or an ep that divides tp"
+        )
+    if memory is None:
+        raise ValueError("experts spread over data-parallel GPUs need the symmetric memory of their group")
+    sms = min(groups.ep.all_gather_objects(device_info(gpu.device.index).sms))
+    return NvLink(config, groups.ep, gpu, memory.take, sms)
+
+
+def region_bytes(config: AllToAllConfig, ranks: int, in_flight: int = 1) -> int:
+    """What `create` takes of the symmetric memory for experts spread over so many data-parallel GPUs."""
+    return exchange_layout(config, ranks, in_flight).region_bytes

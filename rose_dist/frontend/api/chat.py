@@ -31,7 +31,6 @@ class ChatCompletions:
             exchange = await converse(
                 service,
                 scope,
-                receive,
                 request,
                 request.conversation(),
                 body_size=len(body),

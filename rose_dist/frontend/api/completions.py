@@ -43,7 +43,7 @@ class Completions:
         heads = [self._head(request, prompt) for prompt in prompts for _ in range(request.choices)]
 
         async def start() -> tuple[Exchange, CompletionAnswer]:
-            exchange = self._start(scope, receive, request, encoded)
+            exchange = self._start(scope, request, encoded)
             return exchange, CompletionAnswer(service, request, exchange, heads)
 
         await respond(start, scope, receive, send, stream=bool(request.stream))
@@ -63,7 +63,7 @@ class Completions:
             return ""
         return prompt if isinstance(prompt, str) else self._service.tokenizer.decode(prompt)
 
-    def _start(self, scope: Scope, receive: Receive, request: CompletionRequest, prompts: list[list[int]]) -> Exchange:
+    def _start(self, scope: Scope, request: CompletionRequest, prompts: list[list[int]]) -> Exchange:
         tokenizer = self._service.tokenizer
         sampling = request.sampling(vocab_size=tokenizer.vocab_size, logprobs=request.logprobs)
         own_stop_ids = request.stop_token_ids or []
@@ -80,7 +80,7 @@ class Completions:
                 )
                 parser = PlainParser(tokenizer.detokenizer())
                 choices.append(Choice(index, parser, stops=stops, hidden_stop_ids=frozenset(stop_ids)))
-        return Exchange(self._service, scope, receive, request, generates=generates, choices=choices)
+        return Exchange(self._service, scope, request, generates=generates, choices=choices)
 
 
 class CompletionAnswer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from starlette.types import Receive, Scope
+from starlette.types import Scope
 
 from rose_dist.frontend.api.exchange import Exchange
 from rose_dist.frontend.api.service import Service, random_hex
@@ -15,27 +15,28 @@ from rose_dist.frontend.schema.sampling import GenerationFields
 async def converse(
     service: Service,
     scope: Scope,
-    receive: Receive | None,
     request: GenerationFields,
     conversation: Conversation,
     *,
     body_size: int,
     logprobs: int | None,
     one_call: bool,
+    watched: bool = True,
 ) -> Exchange:
     """Render the conversation and start its choices in the engine.
 
     Args:
-        receive: where a client's leaving shows; None if the exchange goes on without it.
         body_size: bytes of the request.
         logprobs: as in `SamplingParams`.
         one_call: at most one tool call an answer.
+        watched: it ends when the client leaves.
 
     Raises:
         BadRequestError: the conversation can't be rendered, is too long, or a field does not fit the model.
     """
     chat_format = service.chat_format
-    prompt, grammar = await service.beside_the_loop(body_size, _render, chat_format, conversation)
+    size = max(body_size, sum(len(message.content) + len(message.reasoning) for message in conversation.messages))
+    prompt, grammar = await service.beside_the_loop(size, _render, chat_format, conversation)
     service.check_prompt(prompt, "messages")
     count = service.choices_within_limit(request.choices)
     sampling = request.sampling(vocab_size=service.tokenizer.vocab_size, logprobs=logprobs)
@@ -51,7 +52,7 @@ async def converse(
         )
         parser = chat_format.parser(conversation)
         choices.append(Choice(i, parser, stops=stops, hidden_stop_ids=hidden, one_call=one_call))
-    return Exchange(service, scope, receive, request, generates=generates, choices=choices)
+    return Exchange(service, scope, request, generates=generates, choices=choices, watched=watched)
 
 
 def _render(chat_format: ChatFormat, conversation: Conversation) -> tuple[list[int], str | None]:
@@ -64,5 +65,5 @@ def _render(chat_format: ChatFormat, conversation: Conversation) -> tuple[list[i
         return prompt, chat_format.grammar(conversation)
     except FormatError as error:
         raise BadRequestError(
-            str(error), param="tools" if conversation.required_tools else "response_format"
+            str(error), param="tools" if conversation.response_format is None else "response_format"
         ) from error

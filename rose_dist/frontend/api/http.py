@@ -1,18 +1,16 @@
-"""Small pieces of ASGI: reading a bounded body, JSON answers, event streams, noticing that a client left."""
+"""Small pieces of ASGI: reading a bounded body, JSON answers, events of a stream."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Scope
 
 from rose_dist.frontend.errors import ApiError, BodyTooLargeError, ClientGoneError
-from rose_dist.frontend.generation import Generation
 
 _LINGER_S = 2.0
 
@@ -62,32 +60,11 @@ class JsonResponse(Response):
         return encode_json(content)
 
 
-class EventStream(Response):
-    """Server-sent events without the task group and the generators of Starlette's StreamingResponse."""
-
-    def __init__(self, first: bytes, following: Callable[[], Awaitable[bytes]]) -> None:
-        """
-        Args:
-            first: the first events.
-            following: gives the next events whenever there are some, and nothing at the end.
-        """
-        self.status_code = 200
-        self.background = None
-        self.raw_headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
-            (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),
-        ]
-        self._first = first
-        self._following = following
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        events = self._first
-        while events:
-            await send({"type": "http.response.body", "body": events, "more_body": True})
-            events = await self._following()
-        await send({"type": "http.response.body", "body": b""})
+EVENT_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 
 
 def event(content: msgspec.Struct) -> bytes:
@@ -97,18 +74,3 @@ def event(content: msgspec.Struct) -> bytes:
 def error_events(error: ApiError) -> list[bytes]:
     """How a stream of chunks that has already begun tells of an error."""
     return [b"data: " + error.body() + b"\n\n", DONE]
-
-
-class DisconnectWatch:
-    """Aborts a generation when the client goes away; for the time between the body and the end of the answer."""
-
-    def __init__(self, receive: Receive, generation: Generation) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._watch(receive, generation))
-
-    async def _watch(self, receive: Receive, generation: Generation) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        generation.abort(ClientGoneError())
-
-    def close(self) -> None:
-        self._task.cancel()

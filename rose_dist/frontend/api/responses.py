@@ -56,12 +56,12 @@ class Responses:
             exchange = await converse(
                 service,
                 scope,
-                None if request.background else receive,
                 request,
                 request.conversation(history),
                 body_size=len(body),
                 logprobs=logprobs,
                 one_call=request.parallel_tool_calls is False,
+                watched=not request.background,
             )
             response = _response(request)
             return exchange, ResponseAnswer(service, response, exchange, logprobs=logprobs is not None, on_end=keep)

@@ -44,6 +44,8 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     description: str = ""
     parameters: dict[str, Any] | None = None
+    strict: bool = False
+    """The arguments must match the schema even where the model calls of its own accord."""
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,12 +73,12 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     """The request's `chat_template_kwargs`."""
 
 
-class TextDelta(msgspec.Struct, frozen=True):
+class TextDelta(msgspec.Struct, frozen=True, gc=False):
     section: Literal["reasoning", "content"]
     text: str
 
 
-class ToolCallDelta(msgspec.Struct, frozen=True):
+class ToolCallDelta(msgspec.Struct, frozen=True, gc=False):
     """A piece of the call number `index`. `name` is set on the first piece of each call and only there."""
 
     index: int
@@ -116,7 +118,7 @@ class ChatFormat(Protocol):
         """A fresh parser for one choice that answers `conversation`."""
 
     def grammar(self, conversation: Conversation) -> str | None:
-        """`Generate.grammar` for `required_tools` or `response_format`; None if neither is set.
+        """`Generate.grammar` for `required_tools`, `response_format` or strict tools; None if there is none of these.
 
         Raises:
             FormatError: the schema, expression or grammar is invalid or uses what can't be enforced.

@@ -38,7 +38,7 @@ Cite information from the tool using the following format:
 Do not quote more than 10 words directly from the tool output.
 sources=web (default: web)"""
 
-_BROWSER_TOOLS = [
+BROWSER_TOOLS = [
     Tool(
         name="search",
         description="Searches for information related to `query` and displays `topn` results.",
@@ -119,7 +119,7 @@ def developer_text(instructions: str, tools: list[Tool], response_format: Respon
 def _builtin_section(name: str) -> str:
     if name == "python":
         return f"## python\n\n{_PYTHON}"
-    return "\n".join(["## browser\n", *comment_lines(_BROWSER), _namespace("browser", _BROWSER_TOOLS)])
+    return "\n".join(["## browser\n", *comment_lines(_BROWSER), _namespace("browser", BROWSER_TOOLS)])
 
 
 def _namespace(name: str, tools: list[Tool]) -> str:

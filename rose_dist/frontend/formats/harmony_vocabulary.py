@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -36,7 +37,14 @@ _CONTROL_TEXTS = frozenset(CONTROL_TEXT.values())
 SIZE = HARMONY_SIZE
 """Rows of the model's embedding; the ids above the ranks that `CONTROL_TEXT` leaves out are reserved."""
 
-_LONGEST_RUN = 4096
+_PIECE = 8192
+"""Characters that are encoded at once."""
+_LONGEST_RUN = 1024
+"""Characters with, or without, white space."""
+_LONG_TEXT = 65_536
+"""Characters; so long a text is encoded by a thread beside the loop."""
+_BREATH_S = 1e-4
+"""Long enough for another thread to take the interpreter lock, which the encoder holds while it encodes a piece."""
 
 
 class HarmonyVocabulary:
@@ -59,8 +67,10 @@ class HarmonyVocabulary:
         if len(text) <= _LONGEST_RUN:
             return self._ordinary(text)
         ids: list[int] = []
-        for piece in _bounded_pieces(text):
+        for piece in _pieces(text):
             ids += self._ordinary(piece)
+            if len(text) > _LONG_TEXT:
+                time.sleep(_BREATH_S)
         return ids
 
     def encode_with_control(self, text: str) -> list[int]:
@@ -101,13 +111,17 @@ def _load_encoding(ranks_file: Path) -> HarmonyEncoding:
             os.environ[VARIABLE] = before
 
 
-def _bounded_pieces(text: str) -> Iterator[str]:
-    """Cut inside runs of more than `_LONGEST_RUN` characters with, or without, white space.
+def _pieces(text: str) -> Iterator[str]:
+    """Cut where no token can reach across, before a space that follows a word, and inside of runs that are too long.
 
-    BPE takes time quadratic in such a run (2.8 s for 100,000 times the letter a): one request could stop the server.
+    BPE takes time quadratic in a run of characters with, or without, white space (2.8 s for 100,000 times the letter
+    a): one request could stop the server.
     """
     begin = 0
     for run in re.finditer(r"\S+|\s+", text):
+        if run.start() - begin >= _PIECE and text[run.start()] == " ":
+            yield text[begin : run.start()]
+            begin = run.start()
         for cut in range(run.start() + _LONGEST_RUN, run.end(), _LONGEST_RUN):
             yield text[begin:cut]
             begin = cut

@@ -17,6 +17,7 @@ class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 def checked_tool(kind: str, function: FunctionTool, place: str) -> Tool:
@@ -31,7 +32,12 @@ def checked_tool(kind: str, function: FunctionTool, place: str) -> Tool:
             f"{place}.name: `{function.name}` is not allowed: 1 to 64 letters, digits, `_` or `-`",
             param=f"{place}.name",
         )
-    return Tool(name=function.name, description=function.description or "", parameters=function.parameters)
+    return Tool(
+        name=function.name,
+        description=function.description or "",
+        parameters=function.parameters,
+        strict=bool(function.strict),
+    )
 
 
 def required_tools(choice: str | dict[str, Any] | None, named: str | None, offered: list[str]) -> list[str]:

@@ -200,9 +200,11 @@ class OneShot(jit.Kernel):
             packet = vector.min_of(cute.arch.thread_idx()[0] + turn * self.threads, Int32(self.part_packets - 1))
             received = cute.make_rmem_tensor(4 * self.ranks, Uint32)
             at = inbox + (Int64(part) * self.part_packets + packet) * PACKET_BYTES
+            everyone = range(self.ranks)
             alive = packets.receive(
-                at, source_bytes, self.ranks, epoch, received, alive, limit_ns, report, rank, ONE_SHOT_STAGE
-            )
+                [at + source * source_bytes for source in everyone], [True for _ in everyone],
+                [Int32(source) for source in everyone], epoch, received, alive, limit_ns, report, rank, ONE_SHOT_STAGE,
+            )  # fmt: skip
             for i in range_constexpr(PACKET_WORDS):
                 sums.append(self.add(received, i))
         if const_expr(self.norm):

@@ -79,11 +79,16 @@ class AssignSlots(jit.Kernel):
             self.number(ids, first + step * WARP, pairs, first_expert, walked, own, starts, slots, arrived)
 
     @cute.jit
+    def key(self, ids: Int64, pair: Int32, first_expert: Int32) -> Int32:
+        """What pairs are sorted by; −1 for those that are left out."""
+        return local_expert(ids, pair, first_expert, self.experts)
+
+    @cute.jit
     def peers(self, ids: Int64, pair: Int32, pairs: Int32, first_expert: Int32) -> Any:
         """A lane's expert, the lanes of the warp that have the same one, and how many of them are before it."""
         expert = Int32(-1)
         if pair < pairs:
-            expert = local_expert(ids, pair, first_expert, self.experts)
+            expert = self.key(ids, pair, first_expert)
         same = cute.arch.match_sync(0xFFFFFFFF, expert)
         return expert, same, Int32(cute.arch.popc(same & Uint32(cute.arch.lanemask_lt())))
 

@@ -174,8 +174,7 @@ class ExpertLinear(jit.Kernel):
                     cute.arch.mbarrier_arrive(barrier(shared, stage + tiling.stages))
                 stage, parity = self.next_stage(stage, parity)
             meeting = shared + (tiling.meeting_offset + meeting_set)
-            for index in range_constexpr(tiling.parts):
-                store_shared(meeting + ((warp * tiling.parts + index) * WARP + lane) * 16, sums[index])
+            self.meet(meeting, warp, sums)
             cute.arch.barrier(barrier_id=1, number_of_threads=tiling.warps * WARP)
             for again in range_constexpr(0, tiling.parts, tiling.warps):
                 if part + again < tiling.parts:
@@ -275,6 +274,19 @@ class ExpertLinear(jit.Kernel):
                         sums[at] = ptx.mma_bf16(left, (value[k], value[k + 1]), sums[at])
         return sums
 
+    @cute.jit
+    def meet(self, meeting: Int32, warp: Int32, sums: list[list[Float32]]) -> None:
+        """Store this warp's sums where `finish` finds them."""
+        if cute.arch.thread_idx()[0] % 4 < self.tiling.quads:
+            for part in range_constexpr(self.tiling.parts):
+                store_shared(meeting + self.meeting_place(warp, part), sums[part])
+
+    def meeting_place(self, warp: Any, part: Any) -> Any:
+        """Where this lane's sums of a warp's part meet; lanes that hold no row's have their neighbour's place."""
+        tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
+        column = vector.min_of(lane % 4, Int32(tiling.quads - 1))
+        return (warp * tiling.parts + part) * tiling.part_bytes + (lane // 4 * tiling.quads + column) * 16
+
     @property
     def pair_bytes(self) -> int:
         """Bytes of what two rows of a matrix give."""
@@ -300,9 +312,9 @@ class ExpertLinear(jit.Kernel):
         target: where the segment's first row has the item's first result.
         """
         tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
-        sums = load_shared_floats(meeting + (part * WARP + lane) * 16)
+        sums = load_shared_floats(meeting + self.meeting_place(0, part))
         for warp in range_constexpr(1, tiling.warps):
-            more = load_shared_floats(meeting + ((warp * tiling.parts + part) * WARP + lane) * 16)
+            more = load_shared_floats(meeting + self.meeting_place(warp, part))
             sums = [a + b for a, b in zip(sums, more, strict=True)]
         half, row = part // tiling.row_tiles, part % tiling.row_tiles * 8 + lane % 4 * 2
         scale = ptx.from_bits(Uint32(factor))

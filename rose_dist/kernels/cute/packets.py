@@ -63,33 +63,33 @@ def narrow(values: Any, dtype: Any) -> Any:
 
 
 @cute.jit
-def poll(inbox: Int64, source_bytes: Int64, ranks: cutlass.Constexpr, epoch: Uint32, received: cute.Tensor) -> Boolean:
-    """One look at a packet of every sender into `received` [4 · ranks]; whether all are there."""
+def poll(addresses: list[Any], wanted: list[Any], epoch: Uint32, received: cute.Tensor) -> Boolean:
+    """One look at the packets at `addresses` into `received` [4 · packets]; whether all that are wanted are there."""
     there = Boolean(True)
-    for source in range_constexpr(ranks):
-        packet = ptx.load_packet(inbox + source * source_bytes)
+    for number in range_constexpr(len(addresses)):
+        packet = ptx.load_packet(addresses[number])
         for word in range_constexpr(4):
-            received[4 * source + word] = Uint32(packet[word])
-        there = there & (Uint32(packet[3]) == epoch)
+            received[4 * number + word] = Uint32(packet[word])
+        there = there & ((Uint32(packet[3]) == epoch) | ~Boolean(wanted[number]))
     return there
 
 
 @cute.jit
 def receive(
-    inbox: Int64, source_bytes: Int64, ranks: cutlass.Constexpr, epoch: Uint32, received: cute.Tensor, alive: Boolean,
+    addresses: list[Any], wanted: list[Any], senders: list[Any], epoch: Uint32, received: cute.Tensor, alive: Boolean,
     limit_ns: Int64, report: Int64, rank: Int32, stage: cutlass.Constexpr,
 ) -> Boolean:  # fmt: skip
-    """The packets at `inbox` + sender · source_bytes, all of them.
+    """The packets at `addresses`, which may all be read, until those that are `wanted` are there.
 
     Returns:
         `alive`, or False if `limit_ns` ran out: a report then names the rank, the sender, the stage, the epoch wanted
         and the one seen. Without `alive` nothing is waited for.
     """
-    there = poll(inbox, source_bytes, ranks, epoch, received)
+    there = poll(addresses, wanted, epoch, received)
     if alive and not there:
         polls, deadline, in_time = Int32(0), Uint64(0), Boolean(True)
         while in_time and not there:
-            there = poll(inbox, source_bytes, ranks, epoch, received)
+            there = poll(addresses, wanted, epoch, received)
             polls += 1
             if polls % sync.POLLS_PER_CLOCK == 0:
                 now = ptx.clock_ns()
@@ -98,7 +98,8 @@ def receive(
                 in_time = now < deadline
         if not there:
             alive = Boolean(False)
-            for source in range_constexpr(ranks):
-                if received[4 * source + 3] != epoch:
-                    sync.report_expired(report, rank, Int32(source), stage, epoch, received[4 * source + 3])
+            for number in range_constexpr(len(addresses)):
+                if Boolean(wanted[number]) & (received[4 * number + 3] != epoch):
+                    seen = received[4 * number + 3]
+                    sync.report_expired(report, rank, Int32(senders[number]), stage, epoch, seen)
     return alive

@@ -145,22 +145,12 @@ class QKNormRope(jit.Kernel):
             slot = vector.select(is_query, Int64(0), slot)
         for i in range_constexpr(each):
             self.finish(
-                raw[i],
-                weights,
-                turns,
-                target + Int64(i) * target_step,
-                gap,
-                lane,
-                is_query,
-                is_value,
-                slot >= 0,
-                factor,
-                eps,
+                raw[i], weights, turns, target + Int64(i) * target_step, gap, is_query, is_value, slot >= 0, factor, eps
             )
 
     @cute.jit
     def finish(
-        self, raw: list[Any], weights: list[Any], turns: list[Any], target: Int64, gap: Int64, lane: Int32,
+        self, raw: list[Any], weights: list[Any], turns: list[Any], target: Int64, gap: Int64,
         is_query: Boolean, is_value: Boolean, wanted: Boolean, factor: Float32, eps: Float32,
     ) -> None:  # fmt: skip
         """Norm, rotate and store one head; values are neither normed nor rotated."""
@@ -168,7 +158,7 @@ class QKNormRope(jit.Kernel):
         if const_expr(self.norm):
             parts = self.normalise(parts, weights, eps)
         if const_expr(self.rotary is not Rotary.NONE):
-            parts = self.rotate(parts, turns, lane)
+            parts = self.rotate(parts, turns)
         if wanted:
             if const_expr(self.cache is None):
                 self.write(target, gap, parts)
@@ -206,44 +196,40 @@ class QKNormRope(jit.Kernel):
 
     def load_turns(self, cos: Any, sin: Any, row: Any, lane: Any) -> Any:
         """(cosines, sines) for this lane's pairs: one such of whole vectors, or one of half vectors for each half."""
-        lane = vector.min_of(lane, Int32(self.rotating_lanes - 1))
         if self.rotary is Rotary.NEOX:
-            return [[self.angles(table, row, lane * self.count, self.count) for table in (cos, sin)]]
-        pairs = self.count // 2
-        return [
-            [self.angles(table, row, lane * pairs + first, pairs) for table in (cos, sin)]
-            for first in (0, self.rotary_dim // 4)
-        ]
+            return [self.angles(cos, sin, row, lane, 0, self.count)]
+        return [self.angles(cos, sin, row, lane, first, self.count // 2) for first in (0, self.rotary_dim // 4)]
 
-    @cute.jit
-    def rotate(self, parts: list[Any], turns: list[Any], lane: Int32) -> Any:
-        """Both vectors rotated, if they are of the part that is."""
-        rotated = [cute.make_rmem_tensor(self.count, Float32) for _ in range(2)]
-        for held, part in zip(rotated, parts, strict=True):
-            held.store(part)
-        if lane < self.rotating_lanes:
-            self.turn(rotated, turns)
-        return [held.load() for held in rotated]
+    def angles(self, cos: Any, sin: Any, row: Any, lane: Any, first: int, count: int) -> Any:
+        """`count` elements of both tables' row, fp32; no rotation for lanes beyond the part that is."""
+        last = Int32(self.rotating_lanes - 1)
+        offset = (row + Int64(vector.min_of(lane, last) * count + first)) * self.table_dtype.itemsize
+        turns = []
+        for table, neutral in ((cos, 1.0), (sin, 0.0)):
+            loaded = vector.load(table + offset, TYPES[self.table_dtype], count, self.vector_bytes).to(Float32)
+            if self.rotary_dim < self.head_dim:
+                chosen = cute.make_rmem_tensor(count, Float32)
+                for i in range(count):
+                    chosen[i] = Float32(vector.select(lane <= last, loaded[i], Float32(neutral)))
+                loaded = chosen.load()
+            turns.append(loaded)
+        return turns
 
-    def turn(self, held: Any, turns: Any) -> None:
-        """Rotate two vectors in their registers."""
+    def rotate(self, parts: Any, turns: Any) -> Any:
+        """Both vectors rotated."""
         if self.rotary is Rotary.NEOX:
-            c, s = (turn.to(Float32) for turn in turns[0])
-            a, b = (one.load() for one in held)
-            held[0].store(a * c - b * s)
-            held[1].store(b * c + a * s)
-            return
-        for one, turn in zip(held, turns, strict=True):
-            c, s = (t.to(Float32) for t in turn)
+            c, s = turns[0]
+            a, b = parts
+            return [a * c - b * s, b * c + a * s]
+        rotated = []
+        for part, (c, s) in zip(parts, turns, strict=True):
+            registers = cute.make_rmem_tensor(self.count, Float32)
             for i in range(self.count // 2):
-                a, b = one[2 * i], one[2 * i + 1]
-                one[2 * i] = a * c[i] - b * s[i]
-                one[2 * i + 1] = b * c[i] + a * s[i]
-
-    def angles(self, table: Any, row: Any, first: Any, count: Any) -> Any:
-        """`count` elements of a table's row."""
-        address = table + (row + Int64(first)) * self.table_dtype.itemsize
-        return vector.load(address, TYPES[self.table_dtype], count, self.vector_bytes)
+                a, b = part[2 * i], part[2 * i + 1]
+                registers[2 * i] = a * c[i] - b * s[i]
+                registers[2 * i + 1] = b * c[i] + a * s[i]
+            rotated.append(registers.load())
+        return rotated
 
     def write(self, address: Any, gap: Any, parts: Any) -> Any:
         """Store both vectors of a head, rounded."""

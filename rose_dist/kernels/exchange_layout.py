@@ -1,0 +1,252 @@
+"""Where everything stands that ranks write into one another's memory to dispatch MoE rows and to bring results back.
+
+Every rank has one region of `region_bytes` bytes, zeroed before the first exchange. Others write into it, each into its
+own part, and only the owner reads it. Nothing is ever reset: whatever is waited for carries the epoch of its exchange.
+
+A rank sends a token once to every rank that holds any of its experts, as a record: the row, its scales, and `meta`:
+
+    meta    u32 [1 + top_k]: the token's number at its source, then for each place in its top k 0xFFFFFFFF if that
+            expert is not the receiver's, else local expert << 20 | how many earlier (token, place) pairs of the same
+            source and expert there are
+
+The records from one source to one destination stand in the order of tokens, without gaps. A source also sends every
+destination one header:
+
+    header  u32 [3 + most experts a rank]: records to follow, the source's live tokens, 1 if records come as plain rows
+            or 0 for packets; then the pairs for each of the receiver's experts
+
+Headers are all that a receiver needs to place any record: expert e's rows from source s start where e starts, plus the
+counts of the sources before s. So no rank waits for another before its first byte leaves, and the order of the packed
+rows (source, token, place) is nobody's choice.
+
+A source with at most `packet_tokens` tokens sends packets (`cute.packets`: 12 bytes of data and the epoch, no flag);
+with more it sends plain rows, `CHUNK` tokens at a time, each chunk with a flag. Results come back the same way, to
+place (token, place in the top k) of the source. Each area has several copies, used in turn by epoch. The areas:
+
+- `headers`: packets [copies, source, header_packets], written by every source.
+- `record_packets`: packets [copies, source, packet_tokens, record_packets], written by sources with few tokens.
+- `records`: bytes [copies, source, max_tokens, record_bytes], written by sources with many.
+- `runs`: u32 [copies, source, chunks, 2]: first record << 8 | number of records, then the chunk's flag. Flag: written
+  by thread `destination` of the block that wrote the chunk's records (release, system scope), with the epoch; read by
+  one thread of the block that takes the chunk (acquire, system scope). It publishes the run and its records.
+- `result_packets`: packets [result_copies, packet_tokens, top_k, result_packets], written by the experts' ranks.
+- `results`: bytes [result_copies, max_tokens, top_k, result_bytes], written by the experts' ranks.
+- `result_flags`: u32 [result_copies, experts' rank, chunks]: written by one thread of the block that wrote what it has
+  of the chunk's results (release, system scope), with the epoch; read by thread `rank` of the block that sums the
+  chunk (acquire, system scope). It publishes those results.
+
+Copies. Let F dispatches wait for their combine at most (`in_flight`). Whoever sends exchange e has received e − F from
+every rank (headers always come), and that rank had received e − 2F before it sent e − F: so 2F copies suffice for what
+dispatch sends. Whoever returns a result has received a header of the newest exchange e, whose source had taken e − F
+combines to their end before: F copies suffice for results. Both are rounded up to powers of two, so that the epoch may
+wrap around.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rose_dist.kernels import checks
+from rose_dist.kernels.expert_slots import MAX_EXPERTS, MAX_K, MAX_PAIRS
+from rose_dist.kernels.peer_regions import PACKET_BYTES, packets
+
+MAX_PEERS = 32
+"""Ranks that may exchange; a token's destinations are the bits of one word."""
+PACKET_TOKENS = 256
+"""Most tokens that travel as packets, which cost a third more bytes and save a flag's way."""
+CHUNK = 16
+"""Tokens of plain rows that share a flag."""
+HEADER_WORDS = 3
+ORDINAL_BITS = 20
+"""Of a place in `meta`: how many pairs of one source and expert may be told apart."""
+ALIGNMENT = 128
+NO_PLACE = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeLayout:
+    """Offsets and sizes are in bytes and fit 64 bits. All ranks must have equal ones."""
+
+    ranks: int
+    experts: int
+    """Of all ranks together; the first `experts % ranks` hold one more than the others."""
+    top_k: int
+    max_tokens: int
+    """On one rank in one exchange."""
+    row_bytes: int
+    scale_bytes: int
+    result_bytes: int
+    """Of an expert's output row."""
+    in_flight: int = 1
+    """Dispatches that may wait for their combine at once."""
+    most_packet_tokens: int = PACKET_TOKENS
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("ranks", 2, MAX_PEERS), ("experts", 1, MAX_EXPERTS), ("top_k", 1, MAX_K), ("in_flight", 1, 16),
+            ("max_tokens", 1, (1 << ORDINAL_BITS) // self.top_k if self.top_k > 0 else 0), ("scale_bytes", 0, 1 << 16),
+            ("most_packet_tokens", 1, PACKET_TOKENS),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise checks.fail(name, f"is {value}; must be {least} … {most}")
+        for name in ("row_bytes", "result_bytes"):
+            value = getattr(self, name)
+            if value <= 0 or value % 16:
+                raise checks.fail(name, f"is {value}; must be a multiple of 16: rows travel 16 bytes at a time")
+
+    # --- Which rank holds an expert ------------------------------------------------------------------------------
+
+    @property
+    def width(self) -> int:
+        """Most experts of a rank."""
+        return -(-self.experts // self.ranks)
+
+    def first_expert(self, rank: int) -> int:
+        size, longer = divmod(self.experts, self.ranks)
+        return rank * size + min(rank, longer)
+
+    def held(self, rank: int) -> range:
+        """The experts of a rank."""
+        return range(self.first_expert(rank), self.first_expert(rank + 1))
+
+    def owner(self, expert: int) -> int:
+        """The rank that holds an expert."""
+        return next(rank for rank in range(self.ranks) if expert in self.held(rank))
+
+    # --- What travels ------------------------------------------------------------------------------------------------
+
+    @property
+    def header_packets(self) -> int:
+        return packets(HEADER_WORDS + self.width)
+
+    @property
+    def meta_words(self) -> int:
+        return 1 + self.top_k
+
+    @property
+    def meta_packets(self) -> int:
+        return packets(self.meta_words)
+
+    @property
+    def data_words(self) -> int:
+        """Of a record's row and scales, the latter padded to words."""
+        return self.row_bytes // 4 + -(-self.scale_bytes // 4)
+
+    @property
+    def data_packets(self) -> int:
+        return packets(self.data_words)
+
+    @property
+    def record_packets(self) -> int:
+        """Of a record: first those of its meta, then those of its row and scales."""
+        return self.meta_packets + self.data_packets
+
+    @property
+    def meta_offset(self) -> int:
+        """In a plain record, where its meta starts: behind the row and the scales."""
+        return self.row_bytes + _round(self.scale_bytes, 16)
+
+    @property
+    def record_bytes(self) -> int:
+        """From one plain record to the next."""
+        return _round(self.meta_offset + 4 * self.meta_words, ALIGNMENT)
+
+    @property
+    def result_packets(self) -> int:
+        """Of one expert's output row."""
+        return packets(self.result_bytes // 4)
+
+    @property
+    def packet_tokens(self) -> int:
+        """Most tokens of a rank that sends packets."""
+        return min(self.max_tokens, self.most_packet_tokens, MAX_PAIRS // self.top_k)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether any rank may send plain rows."""
+        return self.max_tokens > self.packet_tokens
+
+    @property
+    def chunks(self) -> int:
+        """Of one source in one exchange, at most."""
+        return -(-self.max_tokens // CHUNK)
+
+    # --- Where it stands ---------------------------------------------------------------------------------------------
+
+    @property
+    def copies(self) -> int:
+        """Of what dispatch sends."""
+        return 2 * self.result_copies
+
+    @property
+    def result_copies(self) -> int:
+        """Of results."""
+        return 1 << (self.in_flight - 1).bit_length()
+
+    @property
+    def header_bytes(self) -> int:
+        """From one source's header to the next one's."""
+        return self.header_packets * PACKET_BYTES
+
+    @property
+    def source_packet_bytes(self) -> int:
+        """From one source's packet records to the next one's."""
+        return self.packet_tokens * self.record_packets * PACKET_BYTES
+
+    @property
+    def source_record_bytes(self) -> int:
+        """From one source's plain records to the next one's."""
+        return self.max_tokens * self.record_bytes if self.has_rows else 0
+
+    @property
+    def source_run_bytes(self) -> int:
+        """From one source's runs to the next one's."""
+        return 8 * self.chunks if self.has_rows else 0
+
+    @property
+    def result_packet_bytes(self) -> int:
+        """From one copy of the result packets to the next."""
+        return self.packet_tokens * self.top_k * self.result_packets * PACKET_BYTES
+
+    @property
+    def result_row_bytes(self) -> int:
+        """From one copy of the plain results to the next."""
+        return self.max_tokens * self.top_k * self.result_bytes if self.has_rows else 0
+
+    @property
+    def result_flag_bytes(self) -> int:
+        """From one copy of the result flags to the next."""
+        return 4 * self.ranks * self.chunks if self.has_rows else 0
+
+    @property
+    def _areas(self) -> dict[str, int]:
+        """Bytes of each area, in the order in which they stand in a region."""
+        sent, results = self.copies * self.ranks, self.result_copies
+        return {
+            "headers": sent * self.header_bytes,
+            "record_packets": sent * self.source_packet_bytes,
+            "records": sent * self.source_record_bytes,
+            "runs": sent * self.source_run_bytes,
+            "result_packets": results * self.result_packet_bytes,
+            "results": results * self.result_row_bytes,
+            "result_flags": results * self.result_flag_bytes,
+        }
+
+    def start(self, area: str) -> int:
+        """Where an area starts in a region."""
+        offset = 0
+        for name, size in self._areas.items():
+            if name == area:
+                return offset
+            offset += _round(size, ALIGNMENT)
+        raise KeyError(area)
+
+    @property
+    def region_bytes(self) -> int:
+        """Of one rank's region."""
+        return sum(_round(size, ALIGNMENT) for size in self._areas.values())
+
+
+def _round(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

@@ -1,0 +1,55 @@
+"""How the packets of a record are spread over threads and blocks: plain arithmetic, on the host or while tracing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rose_dist.kernels.variants import WARP, Ranges
+
+MOST_THREADS = 512
+LEAST_THREADS = 64
+PART_UNIT = 8
+"""Packets of a part are a multiple of this, so that it holds whole vectors of 32 bytes."""
+
+PARTS = Ranges((0, 13, 51), (128, 512, 1024))
+"""Most packets of a record that a block takes at a time, by tokens for every 100 SMs: with few tokens a record is
+spread over several blocks. At 1,024 a part takes 12 KB of shared memory."""
+
+
+@dataclass(frozen=True)
+class PacketTiling:
+    """`splits` blocks take a record of `packets` packets, each up to `most`, a thread up to `turns` of them."""
+
+    packets: int
+    most: int
+
+    @property
+    def splits(self) -> int:
+        return -(-self.packets // self.most)
+
+    @property
+    def part(self) -> int:
+        """Packets of a block's part."""
+        return _up(_up(self.packets, self.splits) // self.splits, PART_UNIT)
+
+    @property
+    def turns(self) -> int:
+        return -(-self.part // MOST_THREADS)
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return max(LEAST_THREADS, _up(_up(self.part, self.turns) // self.turns, WARP))
+
+    def packet(self, split: Any, thread: Any, turn: int) -> Any:
+        """The number of a thread's packet in the record; possibly none of its own."""
+        return split * self.part + thread + turn * self.threads
+
+    def inside(self, split: Any, thread: Any, turn: int) -> Any:
+        """Whether it is the thread's own."""
+        return (thread + turn * self.threads < self.part) & (self.packet(split, thread, turn) < self.packets)
+
+
+def _up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit

@@ -1,0 +1,274 @@
+"""MoE dispatch and combine between the GPUs of one NVLink domain: rows to the ranks of their experts, results back.
+
+What stands where in the memory that ranks share, and why it is safe: `exchange_layout`. Up to `layout.packet_tokens`
+tokens travel as packets and take one launch each way; more travel as plain rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from rose_dist.kernels import checks, jit, launch
+from rose_dist.kernels.exchange_layout import CHUNK, HEADER_WORDS, ExchangeLayout
+from rose_dist.kernels.exchange_order import SourceOrder
+from rose_dist.kernels.exchange_tiling import PARTS, PacketTiling
+from rose_dist.kernels.expert_slots import PackedLayout
+from rose_dist.kernels.moe_dispatch import LIMIT_NS
+from rose_dist.kernels.peer_regions import STAGES
+
+RESULT_DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class ReceivedRows:
+    """Where a dispatch writes on the receiving side; uint8 unless it says otherwise."""
+
+    x: Tensor
+    """[packed rows, row_bytes]."""
+    scales: Tensor | None
+    """[packed rows, scale_bytes]."""
+    counts: Tensor
+    """int32 [width], rows of each local expert."""
+    offsets: Tensor
+    """int64 [width + 1], where each expert's rows start."""
+    sources: Tensor
+    """int32 [ranks, 3], the first words of each source's header."""
+    tokens: Tensor
+    """int32 [ranks, max_tokens], each record's token."""
+    slots: Tensor
+    """int32 [ranks, max_tokens, top_k], the packed row of each place of a record; −1: not here, −2: no room."""
+    runs: Tensor
+    """int32 [ranks, chunks], each chunk's records."""
+
+
+def received_rows(layout: ExchangeLayout, packed: PackedLayout, device: torch.device) -> ReceivedRows:
+    """Unwritten, for whatever the ranks may send."""
+
+    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    rows = packed_rows(layout, packed)
+    records = (layout.ranks, layout.max_tokens)
+    return ReceivedRows(
+        empty(rows, layout.row_bytes, dtype=torch.uint8),
+        empty(rows, layout.scale_bytes, dtype=torch.uint8) if layout.scale_bytes else None,
+        empty(layout.width, dtype=torch.int32),
+        empty(layout.width + 1, dtype=torch.int64),
+        empty(layout.ranks, HEADER_WORDS, dtype=torch.int32),
+        empty(*records, dtype=torch.int32),
+        empty(*records, layout.top_k, dtype=torch.int32),
+        empty(layout.ranks, layout.chunks, dtype=torch.int32),
+    )
+
+
+def packed_rows(layout: ExchangeLayout, packed: PackedLayout) -> int:
+    """Rows of the packed buffer: every rank may send all its pairs here."""
+    return packed.capacity(layout.ranks * layout.max_tokens * layout.top_k, layout.width)
+
+
+class ExpertExchange:
+    """Dispatches and combines of one layout on one GPU. All ranks make the same calls in the same order, each from one
+    stream at a time. Fit for CUDA graphs: nothing is read on the host, epochs advance on the device.
+    """
+
+    def __init__(
+        self, layout: ExchangeLayout, device: torch.device, rank: int, regions: tuple[int, ...], *,
+        packed: PackedLayout, result_dtype: torch.dtype, sms: int, limit_ns: int = LIMIT_NS,
+    ) -> None:  # fmt: skip
+        """`regions`: the address, on this device, of each rank's region of `layout.region_bytes` zeroed bytes; no rank
+        may call before all have zeroed theirs. `sms`: blocks of a full grid, at most this GPU's SMs.
+        """
+        from rose_dist.kernels import sync  # noqa: PLC0415 - it loads the compiler
+
+        if result_dtype not in RESULT_DTYPES:
+            raise checks.fail("result_dtype", f"is {result_dtype}; allowed: {', '.join(map(str, RESULT_DTYPES))}")
+        self.layout, self.packed, self.rank, self.result_dtype = layout, packed, rank, result_dtype
+        self.report = sync.WaitReport(STAGES)
+        self._state = torch.empty(5, dtype=torch.int64, device=device).zero_()
+        self._arch = launch.device(self._state).arch
+        self._sms = sms
+        self._peers = torch.empty(layout.ranks, dtype=torch.int64, device=device)
+        self._peers.copy_(torch.tensor(regions))
+        self._own = regions[rank]
+        self._wait = (self.report.address, limit_ns, rank)
+        for most in PARTS.variants:
+            for send, receive in ((True, True), (True, False), (False, True)):
+                self._dispatch_kernel(most, send, receive)
+                self._combine_kernel(most, send, receive, result_dtype, False)
+        if layout.has_rows:
+            self._order = SourceOrder(layout, device, sms)
+            self._push_kernel()
+            self._sum_kernel(result_dtype, False)
+
+    @property
+    def sent(self) -> Tensor:
+        """int64 [1] on the device: (token, place) pairs sent to other ranks so far."""
+        return self._state[4:]
+
+    def check(self) -> None:
+        """Raise `WaitExpiredError` if a kernel has waited in vain; reads host memory only."""
+        self.report.check()
+
+    def dispatch(
+        self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None, out: ReceivedRows
+    ) -> None:
+        """Both halves, in one launch where that goes."""
+        _check_inputs(x, scales, ids)
+        if tokens > self.layout.packet_tokens:
+            self._push_rows(x, scales, ids, tokens, live_rows)
+            self.dispatch_receive(out, tokens)
+        else:
+            self._dispatch((x, scales, ids, live_rows), tokens, out, True, True)
+
+    def dispatch_send(
+        self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None
+    ) -> None:
+        """`x` [tokens, row], `ids` int32 [tokens, top_k]; live are the first `tokens` or fewer, if `live_rows`, int32
+        [1], says so.
+        """
+        _check_inputs(x, scales, ids)
+        if tokens > self.layout.packet_tokens:
+            self._push_rows(x, scales, ids, tokens, live_rows)
+        else:
+            self._dispatch((x, scales, ids, live_rows), tokens, None, True, False)
+
+    def dispatch_receive(self, out: ReceivedRows, tokens: int) -> None:
+        """What all ranks sent in their oldest dispatch that is not received yet; `tokens`: what this one sent, by which
+        a shape is chosen.
+        """
+        self._dispatch((None, None, None, None), tokens, out, False, True)
+
+    def combine(
+        self, expert_out: Tensor, received: ReceivedRows, ids: Tensor, weights: Tensor, out: Tensor, *, tokens: int,
+        live_rows: Tensor | None, accumulate: bool,
+    ) -> None:  # fmt: skip
+        """Both halves, in one launch where that goes."""
+        if tokens > self.layout.packet_tokens:
+            self.combine_send(expert_out, received, tokens)
+            self._sum_rows((ids, weights, live_rows, out), tokens, accumulate)
+        else:
+            self._combine(expert_out, received, (ids, weights, live_rows, out), tokens, accumulate)
+
+    def combine_send(self, expert_out: Tensor, received: ReceivedRows, tokens: int) -> None:
+        """Results in the order of the packed rows, as this dispatch's receipt left them; `tokens` as for that."""
+        self._combine(expert_out, received, None, tokens, False)
+
+    def combine_receive(
+        self, ids: Tensor, weights: Tensor, out: Tensor, *, tokens: int, live_rows: Tensor | None, accumulate: bool
+    ) -> None:
+        """The weighted sums of this rank's tokens, from the oldest combine that is not received yet; `ids`, `tokens`
+        and `live_rows` as given to its dispatch, `weights` fp32 [tokens, top_k].
+        """
+        if tokens > self.layout.packet_tokens:
+            self._sum_rows((ids, weights, live_rows, out), tokens, accumulate)
+        else:
+            self._combine(None, None, (ids, weights, live_rows, out), tokens, accumulate)
+
+    def _dispatch(
+        self, given: tuple[Tensor | None, ...], tokens: int, out: ReceivedRows | None, send: bool, receive: bool
+    ) -> None:
+        most = PARTS.select(tokens * 100 // self._sms)
+        tiling = PacketTiling(self.layout.data_packets, most)
+        written: tuple[Tensor | None, ...] = (None,) * 8
+        if out is not None:
+            written = (
+                out.x, out.scales, out.counts, out.offsets, out.sources, out.tokens, out.slots, out.runs,
+            )  # fmt: skip
+        state = self._state.data_ptr()
+        x, scales, ids, live_rows = given
+        launch.run(
+            self._dispatch_kernel(most, send, receive), self._state, x, scales, ids, live_rows, state + 32, *written,
+            self._peers, self._own, state, state + 8, *self._wait, tokens,
+            self._blocks(tokens * tiling.splits, receive),
+        )  # fmt: skip
+
+    def _combine(
+        self, expert_out: Tensor | None, received: ReceivedRows | None, wanted: tuple[Tensor | None, ...] | None,
+        tokens: int, accumulate: bool,
+    ) -> None:  # fmt: skip
+        most = PARTS.select(tokens * 100 // self._sms)
+        tiling = PacketTiling(self.layout.result_packets, most)
+        ids, weights, live_rows, out = wanted or (None,) * 4
+        stride, tables = 0, (None,) * 4
+        if out is not None:
+            checks.dtype("out", out, torch.bfloat16, torch.float16, torch.float32)
+            checks.dense("out", out)
+        if expert_out is not None and received is not None:
+            checks.rows("expert_out", expert_out)
+            stride = expert_out.stride(0) * expert_out.element_size()
+            tables = (received.sources, received.tokens, received.slots, received.runs)  # type: ignore[assignment]
+        out_dtype = self.result_dtype if out is None else out.dtype
+        kernel = self._combine_kernel(most, received is not None, wanted is not None, out_dtype, accumulate)
+        state = self._state.data_ptr()
+        launch.run(
+            kernel, self._state, expert_out, stride, *tables, ids, weights, live_rows, out, self._peers, self._own,
+            state + 16, state + 24, *self._wait, tokens, self._blocks(tokens * tiling.splits, received is not None),
+        )  # fmt: skip
+
+    def _push_rows(self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None) -> None:
+        state = self._state.data_ptr()
+        order = self._order(ids, tokens, live_rows, *self._wait)
+        launch.run(
+            self._push_kernel(), self._state, x, scales, ids, live_rows, *order, state + 32, self._peers, state,
+            self.rank, tokens, -(-tokens // CHUNK),
+        )  # fmt: skip
+
+    def _sum_rows(self, wanted: tuple[Tensor | None, ...], tokens: int, accumulate: bool) -> None:
+        from rose_dist.kernels.cute.exchange_rows import SUM_BLOCKS  # noqa: PLC0415 - it loads the compiler
+
+        ids, weights, live_rows, out = wanted
+        assert out is not None
+        checks.dtype("out", out, torch.bfloat16, torch.float16, torch.float32)
+        checks.dense("out", out)
+        launch.run(
+            self._sum_kernel(out.dtype, accumulate), self._state, ids, weights, live_rows, out, self._own,
+            self._state.data_ptr() + 24, *self._wait, tokens, -(-tokens // CHUNK) * SUM_BLOCKS,
+        )  # fmt: skip
+
+    def _blocks(self, items: int, others: bool) -> int:
+        """Blocks for this rank's `items`; with `others`, for what other ranks sent too: only the GPU knows how much."""
+        return self._sms if others else max(1, min(self._sms, items))
+
+    def _dispatch_kernel(self, most: int, send: bool, receive: bool) -> jit.Launcher:
+        from rose_dist.kernels.cute.exchange_dispatch import ExchangeDispatch  # noqa: PLC0415 - it loads the compiler
+
+        width = launch.widest(self._arch, self.layout.row_bytes)
+        return _load(ExchangeDispatch(self._arch, self.layout, self.packed, width, most, send, receive))
+
+    def _combine_kernel(
+        self, most: int, send: bool, receive: bool, out_dtype: torch.dtype, accumulate: bool
+    ) -> jit.Launcher:
+        from rose_dist.kernels.cute.exchange_combine import ExchangeCombine  # noqa: PLC0415 - it loads the compiler
+
+        return _load(
+            ExchangeCombine(
+                self._arch, self.layout, self.result_dtype, out_dtype, accumulate and receive, most, send, receive
+            )
+        )
+
+    def _push_kernel(self) -> jit.Launcher:
+        from rose_dist.kernels.cute.exchange_rows import PushRows  # noqa: PLC0415 - it loads the compiler
+
+        return _load(PushRows(self._arch, self.layout))
+
+    def _sum_kernel(self, out_dtype: torch.dtype, accumulate: bool) -> jit.Launcher:
+        from rose_dist.kernels.cute.exchange_rows import SumChunks  # noqa: PLC0415 - it loads the compiler
+
+        return _load(SumChunks(self._arch, self.layout, self.result_dtype, out_dtype, accumulate))
+
+
+def _check_inputs(x: Tensor, scales: Tensor | None, ids: Tensor) -> None:
+    checks.dense("x", x)
+    checks.dense("ids", ids, 4)
+    if scales is not None:
+        checks.dense("scales", scales, math.gcd(4, scales.shape[-1] * scales.element_size()))
+
+
+@cache
+def _load(kernel: jit.Kernel) -> jit.Launcher:
+    return jit.load(kernel)
