@@ -40,8 +40,14 @@ class Region:
     """Of every rank's part, by rank, as this GPU reaches it; 0 for ranks that it reaches by messages only."""
 
 
+_heaps: list[torch.Tensor] = []
+"""Kernels know these by address only; they must outlive whoever asked for them."""
+
+
 class SymmetricMemory:
-    """The heap of `group`. Construction and `take` are collective; all ranks take the same sizes in the same order."""
+    """The heap of `group`. Construction and `take` are collective; all ranks take the same sizes in the same order.
+    It stays until `close`, or to the process' end.
+    """
 
     def __init__(self, group: Ranks, device: torch.device, size: int, far: Collection[int] = ()) -> None:
         """`size` in bytes; `far`: ranks across the network, which need a network transport of NVSHMEM. All other GPUs
@@ -56,6 +62,7 @@ class SymmetricMemory:
         self._nvshmem = _start(group, device, self._size, network=bool(far))
         self._heap: torch.Tensor = self._nvshmem.bytetensor((self._size,))
         self._heap.zero_()
+        _heaps.append(self._heap)
         torch.cuda.synchronize(device)
         self._bases = tuple(0 if rank in far else self._reach(rank) for rank in range(group.size))
         group.all_gather_objects("zeroed")
@@ -78,6 +85,7 @@ class SymmetricMemory:
         if self._nvshmem is not None:
             torch.cuda.synchronize(self.device)
             self.group.all_gather_objects("done")
+            _heaps[:] = [heap for heap in _heaps if heap is not self._heap]
             self._nvshmem.free_tensor(self._heap)
             self._nvshmem.finalize()
             self._nvshmem = None

@@ -17,8 +17,12 @@ if TYPE_CHECKING:
     from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
     from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
 
-ONE_SHOT_BYTES = {2: 1 << 20, 3: 1 << 19, 4: 1 << 18}
-"""Largest tensor that one shot serves, by ranks; more ranks: 128 KB. Two shots send less, but wait twice."""
+ONE_SHOT_BYTES = {2: 3 << 20, 3: 1 << 19, 4: 1 << 18}
+"""Largest tensor that one shot serves, by ranks; more ranks: 128 KB. Two shots send less, but wait twice. On two H200s
+they are even at 3 MB (15.2 against 16.8 us at 2.8 MB, 18.4 against 17.8 us at 3.5 MB); for more it is a guess.
+"""
+COMBINE_BYTES = 1 << 20
+"""Largest fp32 tensor for which combine and all-reduce are one launch."""
 MAX_STAGED = 12_000
 """Longest row that combine and all-reduce in one launch serve: it is held in shared memory, in fp32, of which 48 KB are
 static."""
@@ -58,7 +62,7 @@ class Sizes:
     @property
     def combine_rows(self) -> int:
         """Tokens up to which combine and all-reduce are one launch; what travels is fp32."""
-        most = ONE_SHOT_BYTES.get(self.ranks, 1 << 17) if self.hidden <= MAX_STAGED else 0
+        most = min(ONE_SHOT_BYTES.get(self.ranks, 1 << 17), COMBINE_BYTES) if self.hidden <= MAX_STAGED else 0
         return min(self.max_rows, most // (self.hidden * 4))
 
     def parts(self, rows: int, dtype: torch.dtype) -> int:

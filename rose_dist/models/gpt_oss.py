@@ -6,11 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from rose_dist.comm.all_to_all.create import create as create_all_to_all
+from rose_dist.comm.all_to_all.create import region_bytes
 from rose_dist.comm.all_to_all.local_gpu import GpuOptions
 from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig
 from rose_dist.comm.expert_placement import Placement
 from rose_dist.comm.gpu_group import GpuGroup
 from rose_dist.comm.layout import Layout, LayoutError
+from rose_dist.comm.symmetric_memory import SymmetricMemory
 from rose_dist.comm.tensor_group import TensorGroup
 from rose_dist.layers.attention import Attention, HeadShare
 from rose_dist.layers.embedding import OutputHead, VocabParallelEmbedding
@@ -171,8 +173,13 @@ def _exchange(config: GptOssConfig, options: BuildOptions, tp: TensorGroup) -> A
     )
     if options.device.type == "cpu":
         return create_all_to_all(sizes, options.groups)
-    gpu = GpuOptions(device=options.device, rank=options.groups.place.rank)
-    return create_all_to_all(sizes, options.groups, gpu, tp.reduce if isinstance(tp, GpuGroup) else None)
+    groups = options.groups
+    gpu = GpuOptions(device=options.device, rank=groups.place.rank)
+    memory = None
+    if groups.layout.moe_mode == "data_parallel":
+        size = region_bytes(sizes, groups.ep.size, network=not groups.topology.one_domain)
+        memory = SymmetricMemory(groups.ep, options.device, size, groups.topology.far)
+    return create_all_to_all(sizes, groups, gpu, tp.reduce if isinstance(tp, GpuGroup) else None, memory)
 
 
 def check_layout(config: GptOssConfig, layout: Layout, redundant_experts: int = 0) -> None:

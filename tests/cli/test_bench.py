@@ -41,7 +41,7 @@ def test_the_floor_counts_touched_experts_once(folder: Path) -> None:
     cache = 2 * 4 * 32 * 4 * 2  # keys and values of 4 heads of 32 in fp32, 2 layers of a kind
     for batch, share in ((1, 0.5), (2, 0.75)):
         expected = experts * share + rest + batch * row + batch * cache * (100 + 16)
-        assert floor_bytes(model, batch, 100) == pytest.approx(expected)
+        assert floor_bytes(model, batch, 100, share) == pytest.approx(expected)
 
 
 def test_decode_runs_without_a_prefill_and_leaves_its_figures(folder: Path) -> None:
@@ -52,4 +52,5 @@ def test_decode_runs_without_a_prefill_and_leaves_its_figures(folder: Path) -> N
     (row,) = figures["figures"]
     assert row["batch"] == 2
     assert row["tok_s"] == pytest.approx(2e3 / row["ms_step"])
+    assert 0 < row["experts_touched"] <= 1
     assert figures["context"] == 40

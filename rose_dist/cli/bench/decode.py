@@ -93,7 +93,7 @@ def _measure(
     from rose_dist.cli.bench.profile import breakdown  # noqa: PLC0415
 
     device, idle, text = engine.config.device, 0.0, ""
-    with _running(engine, batch, context, WARM_UP + steps + PROFILED + 4):
+    with _running(engine, batch, context, WARM_UP + steps + PROFILED + 5):
         for _ in range(WARM_UP):
             engine.step()
         synchronize(device)
@@ -102,18 +102,32 @@ def _measure(
             engine.step()
         synchronize(device)
         seconds = (time.perf_counter() - begun) / steps
+        touched = _touched(engine)
         if profiled:
             found = breakdown(engine.step, PROFILED)
             idle, text = found.idle, found.text()
-    floor = floor_bytes(engine.runner.model, batch, context) / copy_rate
+    floor = floor_bytes(engine.runner.model, batch, context, touched) / copy_rate
     row = {
         "batch": batch,
         "ms_step": seconds * 1e3,
         "tok_s": batch / seconds,
         "floor_ms": floor * 1e3,
         "share_of_floor": floor / seconds,
+        "experts_touched": touched,
     }
     return row | ({"idle_share": idle} if profiled else {}), text
+
+
+def _touched(engine: Engine) -> float:
+    """Share of all layers' experts that one more step goes to."""
+    from rose_dist.cli.bench.floor import synchronize  # noqa: PLC0415
+
+    load, device = engine.runner.model.expert_load, engine.config.device
+    synchronize(device)
+    before = load.clone()
+    engine.step()
+    synchronize(device)
+    return float((load > before).double().mean())
 
 
 @contextmanager
@@ -123,11 +137,17 @@ def _running(engine: Engine, batch: int, context: int, tokens: int) -> Iterator[
 
     scheduler = engine.scheduler
     for number in range(batch):
-        # Different prompts, or else all rows would take the same experts.
+        # Different prompts and tokens drawn at random, or else the rows would come to take the same experts: greedy
+        # decoding of random weights brings all requests to the same few tokens.
         prompt = [(7919 * (number + 1) + 31 * i) % scheduler.vocab_size for i in range(context)]
         scheduler.adopt(
             b"bench",
-            Generate(request_id=f"{number}", prompt=prompt, sampling=SamplingParams(temperature=0), max_tokens=tokens),
+            Generate(
+                request_id=f"{number}",
+                prompt=prompt,
+                sampling=SamplingParams(temperature=1, seed=number),
+                max_tokens=tokens,
+            ),
         )
     yield
     for number in range(batch):

@@ -10,14 +10,13 @@ import torch
 from rose_dist.models.gpt_oss import GptOssForCausalLM
 
 
-def floor_bytes(model: GptOssForCausalLM, batch: int, context: int) -> float:
+def floor_bytes(model: GptOssForCausalLM, batch: int, context: int, touched: float) -> float:
     """Bytes of weights and cache that one step of `batch` tokens with `context` tokens each must read on this rank.
 
-    Every expert touched counts once; with even routing that are n · (1 − (1 − k/n)^batch) of n. Of the embedding a row
-    a token counts, activations don't.
+    `touched`: share of the experts that the tokens go to, each of which counts once; with even routing it is
+    1 − (1 − top-k/experts)^batch. Of the embedding a row a token counts, activations don't.
     """
     config = model.config
-    touched = 1 - (1 - config.num_experts_per_tok / config.num_local_experts) ** batch
     weights = 0.0
     for name, parameter in model.named_parameters():
         if "embed_tokens" in name and not config.tie_word_embeddings:
