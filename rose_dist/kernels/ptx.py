@@ -261,43 +261,6 @@ def add_shared(address: Any, value: Any, *, loc: Any = None, ip: Any = None) -> 
     _asm(text, "r,r", None, Uint32(address), Uint32(value), loc=loc, ip=ip)
 
 
-# --- Tensor cores and packed words ------------------------------------------------------------------------------------
-
-
-@dsl_user_op
-def mma_bf16(left: Any, right: Any, sums: Any, *, loc: Any = None, ip: Any = None) -> list[Any]:
-    """left [16, 16] · right [16, 8] + sums, by a whole warp: 4, 2 and 4 registers a lane (PTX ISA, mma.m16n8k16)."""
-    kind = ir.Type.parse("!llvm.struct<(f32,f32,f32,f32)>")
-    text = (
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
-    )
-    operands = (*(Uint32(word) for word in (*left, *right)), *(Float32(value) for value in sums))
-    struct = _asm(text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", kind, *operands, volatile=False, loc=loc, ip=ip)
-    return [Float32(llvm.extractvalue(T.f32(), struct, [i], loc=loc, ip=ip)) for i in range(4)]
-
-
-@dsl_user_op
-def multiply_bf16x2(a: Any, b: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """Two bf16 products, nearest even; subnormals are kept."""
-    text = "mul.rn.bf16x2 $0, $1, $2;"
-    return Uint32(_asm(text, "=r,r,r", T.i32(), Uint32(a), Uint32(b), volatile=False, loc=loc, ip=ip))
-
-
-@dsl_user_op
-def rotate_left(a: Any, by: int, *, loc: Any = None, ip: Any = None) -> Any:
-    """A u32 rotated by a number of bits known at compile time."""
-    text = f"shf.l.wrap.b32 $0, $1, $1, {by};"
-    return Uint32(_asm(text, "=r,r", T.i32(), Uint32(a), volatile=False, loc=loc, ip=ip))
-
-
-@dsl_user_op
-def spread_byte(a: Any, which: int, *, loc: Any = None, ip: Any = None) -> Any:
-    """Byte `which` of a u32 as two u16 in a u32."""
-    text = f"prmt.b32 $0, $1, 0, 0x4{which}4{which};"
-    return Uint32(_asm(text, "=r,r", T.i32(), Uint32(a), volatile=False, loc=loc, ip=ip))
-
-
 # --- Arithmetic and conversions ---------------------------------------------------------------------------------------
 
 

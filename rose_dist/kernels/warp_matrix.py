@@ -32,6 +32,27 @@ def multiply_add(c: Any, a: Any, b: Any, kind: str, *, loc: Any = None, ip: Any 
 
 
 @dsl_user_op
+def multiply_bf16x2(a: Any, b: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """Two bf16 products, nearest even; subnormals are kept."""
+    text = "mul.rn.bf16x2 $0, $1, $2;"
+    return Uint32(_asm(text, "=r,r,r", T.i32(), Uint32(a), Uint32(b), volatile=False, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def rotate_left(a: Any, by: int, *, loc: Any = None, ip: Any = None) -> Any:
+    """A u32 rotated by a number of bits known at compile time."""
+    text = f"shf.l.wrap.b32 $0, $1, $1, {by};"
+    return Uint32(_asm(text, "=r,r", T.i32(), Uint32(a), volatile=False, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def spread_byte(a: Any, which: int, *, loc: Any = None, ip: Any = None) -> Any:
+    """Byte `which` of a u32 as two u16 in a u32."""
+    text = f"prmt.b32 $0, $1, 0, 0x4{which}4{which};"
+    return Uint32(_asm(text, "=r,r", T.i32(), Uint32(a), volatile=False, loc=loc, ip=ip))
+
+
+@dsl_user_op
 def permute(low: Any, high: Any, selector: int, *, loc: Any = None, ip: Any = None) -> Any:
     """Four bytes of {high, low} by PTX's `prmt`."""
     text = f"prmt.b32 $0, $1, $2, {selector:#x};"

@@ -32,6 +32,7 @@ from rose_dist.kernels.dsl import (
 )  # fmt: skip
 from rose_dist.kernels.mxfp4_layout import CODE_BYTES, TILE_BYTES
 from rose_dist.kernels.variants import WARP, StreamTiling
+from rose_dist.kernels.warp_matrix import multiply_add
 
 SEGMENTS = 64
 """Most (expert, rows of x) pairs that one block may meet."""
@@ -271,7 +272,7 @@ class ExpertLinear(jit.Kernel):
                     left = (first[k], second[k], first[k + 1], second[k + 1])
                     for i, value in enumerate(values):
                         at = half * tiling.row_tiles + i
-                        sums[at] = ptx.mma_bf16(left, (value[k], value[k + 1]), sums[at])
+                        sums[at] = multiply_add(sums[at], left, (value[k], value[k + 1]), "bf16")
         return sums
 
     @cute.jit

@@ -27,6 +27,7 @@ from rose_dist.kernels.dsl import (
 )  # fmt: skip
 from rose_dist.kernels.mxfp4_layout import CODE_BYTES, TILE_BYTES
 from rose_dist.kernels.variants import WARP, GemmTiling
+from rose_dist.kernels.warp_matrix import multiply_add
 
 SEGMENTS = 1024
 """Most (expert, 64 rows of x) pairs of a launch."""
@@ -207,7 +208,7 @@ class ExpertGemm(jit.Kernel):
                     total = [sums[at + i] for i in range(4)]
                     for k in (0, 2):
                         left = (first[k], second[k], first[k + 1], second[k + 1])
-                        total = ptx.mma_bf16(left, (value[k], value[k + 1]), total)
+                        total = multiply_add(total, left, (value[k], value[k + 1]), "bf16")
                     for i in range(4):
                         sums[at + i] = total[i]
 

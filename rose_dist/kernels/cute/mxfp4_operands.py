@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rose_dist.kernels import ptx
 from rose_dist.kernels.dsl import Float32, Int64, Uint32, cute
+from rose_dist.kernels.warp_matrix import multiply_bf16x2, rotate_left, spread_byte
 
 _CODE_MASK = 0x81C081C0
 
@@ -17,11 +17,11 @@ def decode(word: Any, scales: Any, which: int) -> Any:
     pairs = (
         (word << Uint32(6)) & mask,
         (word << Uint32(2)) & mask,
-        ptx.rotate_left(word, 28) & mask,
+        rotate_left(word, 28) & mask,
         (word & Uint32(0x81808180)) | ((word >> Uint32(8)) & Uint32(0x00400040)),
     )
-    scale = ptx.spread_byte(scales, which) << Uint32(7)
-    return [ptx.multiply_bf16x2(pair, scale) for pair in pairs]
+    scale = spread_byte(scales, which) << Uint32(7)
+    return [multiply_bf16x2(pair, scale) for pair in pairs]
 
 
 def barrier(shared: Any, index: Any) -> Any:

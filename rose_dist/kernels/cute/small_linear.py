@@ -10,6 +10,7 @@ from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.dsl import Float32, Int32, Int64, Stream, Uint32, const_expr, cute, range_constexpr
 from rose_dist.kernels.variants import WARP, LinearShape
+from rose_dist.kernels.warp_matrix import multiply_add
 
 OUTPUTS = 16
 """A block's outputs."""
@@ -87,7 +88,7 @@ class SmallLinear(jit.Kernel):
                 values = vector.load(sources[tile] + i * (COLUMNS * 2), Uint32, 4, 16)
                 for k in range_constexpr(0, 4, 2):
                     left = (first[k], second[k], first[k + 1], second[k + 1])
-                    sums[tile] = ptx.mma_bf16(left, (values[k], values[k + 1]), sums[tile])
+                    sums[tile] = multiply_add(sums[tile], left, (values[k], values[k + 1]), "bf16")
         size = self.warps * self.row_tiles * WARP * 4
         meeting = cute.make_tensor(cute.arch.alloc_smem(Float32, size, alignment=16), cute.make_layout(size))
         self.meet(meeting, sums, words, out, pair, rows, outputs)
