@@ -206,7 +206,11 @@ def shared_settings(options: EngineOptions) -> dict[str, str]:
     """What must be the same on every rank: the options, and the files of the model, which each host may have its own
     copy of.
     """
-    settings = {name: str(value) for name, value in asdict(options).items() if name not in ("model", "log_dir")}
+    settings = {
+        name: "unset" if value is None else str(value)
+        for name, value in asdict(options).items()
+        if name not in ("model", "log_dir")
+    }
     index = hashlib.sha256()
     for path in sorted([*options.model.glob("*.json"), *options.model.glob("*.safetensors")]):
         content = path.read_bytes() if path.suffix == ".json" else b""

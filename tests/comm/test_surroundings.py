@@ -39,7 +39,7 @@ with World.join(timeout=180, log_dir=folder) as world:
     groups = world.groups(Layout.of(world.size))
     with world.stage("serve", stall=60):
         bell = Doorbell(zmq.Context(), reachable_address(world.hosts), groups.lockstep)
-        (bell.ring if rank == 0 else lambda: bell.wait(None, bool, world.progress))()
+        (bell.ring if rank == 0 else lambda: bell.wait((), bool, world.progress))()
         assert world.group.all_gather_objects(rank) == list(range(world.size))
         if behaviour == "memory" and rank == 1:
             Path(sys.argv[3], "cgroup.procs").write_text(str(os.getpid()))
