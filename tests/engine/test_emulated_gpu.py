@@ -78,6 +78,8 @@ def moved(model: GptOssForCausalLM, place: Any) -> None:
         if isinstance(module, PackedMatrix):
             module.__dict__.pop("packed", None)
     model.model.cos, model.model.sin = place(model.model.cos), place(model.model.sin)
+    for expert_map in model.model.expert_maps:
+        expert_map.load = place(expert_map.load)
     exchange = model.model.exchange
     assert isinstance(exchange, Local)
     on_gpu = Local(exchange.config, gpu=GpuOptions(device=torch.device("cuda", 0)))

@@ -79,14 +79,15 @@ def errors(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("chunk", [64, 512])
 @pytest.mark.parametrize("length", [40, 300])
 def test_logits_of_a_tiny_checkpoint(tiny: Path, length: int, chunk: int) -> None:
-    """Its random weights amplify what bf16 rounds: 1.3 % at the median on a CPU in bf16. A token that takes another
-    expert for a rounding is far off; of those there may be few.
+    """Its random weights amplify what bf16 rounds, and a token that takes another expert for a rounding is far off: the
+    CPU in bf16 says how much of either there is.
     """
     prompt = random_prompt(length, 1)
     expected = all_logits(tiny, "cpu", "float32", "bf16", prompt, chunk)
+    rounded = errors(all_logits(tiny, "cpu", "bfloat16", "bf16", prompt, chunk), expected)
     found = errors(all_logits(tiny, "cuda:0", "bfloat16", "bf16", prompt, chunk), expected)
-    assert found.median() < 0.015
-    assert (found > 0.05).float().mean() < 0.05
+    assert found.median() < 1.2 * rounded.median()
+    assert (found > 0.05).sum() <= (rounded > 0.05).sum() + 0.05 * length
 
 
 @pytest.mark.parametrize("kind", ["bf16", "mxfp4"])
