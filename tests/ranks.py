@@ -36,6 +36,7 @@ GONE = "the process is gone\n"
 STACK_SECONDS = 2.0
 """How long a rank gets to say what it does."""
 
+_sessions = tempfile.TemporaryDirectory(prefix="rose-test-", ignore_cleanup_errors=True)
 _pools: dict[int, RankPool] = {}
 job: RankPool | None = None
 """The surrounding job's ranks, if pytest was started by mpirun or srun."""
@@ -78,6 +79,8 @@ def mpirun(n: int, *command: str, **options: Any) -> subprocess.Popen[Any]:
     """Start `command` on n ranks of this machine; `options` are Popen's."""
     environment = mpi_environment({"OMP_NUM_THREADS": "1", **os.environ})
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), environment.get("PYTHONPATH")]))
+    # Else sessions are named by process id, and one that a killed mpirun left keeps a later one from starting.
+    environment["PRTE_MCA_prte_local_tmpdir_base"] = tempfile.mkdtemp(dir=_sessions.name)
     launch = [find_mpirun(), "-n", str(n), "--oversubscribe", *command]
     return subprocess.Popen(launch, **({"env": environment} | options))
 

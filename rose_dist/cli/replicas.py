@@ -22,7 +22,7 @@ from typing import TextIO
 from rose_dist.cli.announcement import announced
 from rose_dist.cli.endpoint_file import EndpointFile
 from rose_dist.cli.frontends import FrontendError, Frontends
-from rose_dist.cli.supervise import HOST_LOST, die_with_parent
+from rose_dist.cli.supervise import HOST_LOST, die_with_parent, session_folder
 from rose_dist.comm.guard_process import STOPPED, state_of
 from rose_dist.errors import RoseError
 from rose_dist.frontend.config import ReplicaNews
@@ -109,10 +109,16 @@ class Replica:
 
     async def _run_once(self, command: Sequence[str]) -> None:
         self.reason, self._said_at = "", None
+        with session_folder() as own:
+            code = await self._launch(command, {**self._environment, **own})
+        self.reason = self.reason or f"its launcher ended with exit code {code}"
+
+    async def _launch(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
+        """The launcher's exit code, after its end."""
         output, error = _Lines(self._take_output), _Lines(self._take_error)
         process = self._process = await asyncio.create_subprocess_exec(
             *command,
-            env=dict(self._environment),
+            env=dict(environment),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=await output.open(),
             stderr=await error.open(),
@@ -126,7 +132,7 @@ class Replica:
         await asyncio.wait([output.ended, error.ended], timeout=_LAST_WORDS_SECONDS)
         for lines in (output, error):
             lines.close()
-        self.reason = self.reason or f"its launcher ended with exit code {code}"
+        return code
 
     async def _end_of(self, process: asyncio.subprocess.Process) -> int:
         """Its exit code. A launcher may wait very long for ranks on a host that is gone."""

@@ -8,8 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -30,6 +31,22 @@ def supervise(arguments: Sequence[str], environment: Mapping[str, str], drain_ti
     SIGTERM. It runs in a session of its own, so that a terminal's Ctrl-C comes here alone, and dies if this process
     does.
     """
+    with session_folder() as own:
+        return _supervise(arguments, {**environment, **own}, drain_timeout)
+
+
+@contextlib.contextmanager
+def session_folder() -> Iterator[dict[str, str]]:
+    """The variables that give one mpirun a folder of its own for its session, as long as the block.
+
+    Otherwise it is named by process id, and one that a killed mpirun left behind keeps a later one with that id from
+    starting: "The PMIx server's listener thread failed to start".
+    """
+    with tempfile.TemporaryDirectory(prefix="rose-mpirun-", ignore_cleanup_errors=True) as folder:
+        yield {"PRTE_MCA_prte_local_tmpdir_base": folder}
+
+
+def _supervise(arguments: Sequence[str], environment: Mapping[str, str], drain_timeout: float) -> int:
     child = subprocess.Popen(
         arguments,
         env=dict(environment),

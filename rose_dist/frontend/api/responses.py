@@ -36,7 +36,7 @@ class Responses:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
-        service.admit()
+        await service.admit()
         body = await read_body(scope, receive, service.config.max_body_bytes)
         request = decode_request(self._decoder, body)
         service.check_model(request)

@@ -25,6 +25,7 @@ from rose_dist.frontend.tokenizer import TextCodec
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_OTHERS_SECONDS = 5.0
 _LARGE_BODY = 64_000
 """Bytes of a request's body."""
 
@@ -58,8 +59,9 @@ class Service:
             return function(*args, **kwargs)
         return await asyncio.to_thread(function, *args, **kwargs)
 
-    def admit(self) -> None:
-        """
+    async def admit(self) -> None:
+        """Behind one port with others, wait a little: another process of the server may have told that it is ready.
+
         Raises:
             UnavailableError: the engine has failed, the server drains, or no replica has loaded the model.
             OverloadedError: as many requests as are allowed are being answered.
@@ -68,6 +70,10 @@ class Service:
             raise UnavailableError("The engine has failed")
         if self.draining:
             raise UnavailableError("The server is shutting down")
+        if self.shared is not None:
+            until = time.monotonic() + _OTHERS_SECONDS
+            while not self.client.ready and time.monotonic() < until:
+                await asyncio.sleep(0.05)
         if not self.client.ready:
             raise UnavailableError(self.client.why_not_ready())
         limit = self.config.max_active_requests

@@ -50,7 +50,7 @@ class Status:
 
     async def rebalance(self, request: Request) -> Response:
         """Have the experts rearranged over the ranks by the load seen; 202 at once, the metrics tell of the end."""
-        self._service.admit()
+        await self._service.admit()
         self._service.client.rebalance()
         return JsonResponse({"status": "started"}, status_code=202)
 
