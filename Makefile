@@ -17,6 +17,10 @@ TORCH_INDEX := --extra-index-url https://download.pytorch.org/whl/cpu --retries 
 DEMO_ENV := $(VENV)/demo.stamp
 TEST_ENV := $(VENV)/test.stamp
 
+# One process each: tests that start no ranks or servers, two at a time; the others have both cores.
+SIDE_BY_SIDE := tests/convert tests/frontend tests/harmony tests/kernels tests/ptx \
+  $(wildcard tests/comm/test_*_gpu.py) tests/comm/test_nvlink_schedules.py
+
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export RANKS PORT MODEL
 
@@ -30,7 +34,8 @@ serve: $(MODEL)/config.json
 	launch/demo.sh serve
 
 test: lint
-	python -m pytest -q
+	python -m pytest -q -n 2 --dist worksteal $(SIDE_BY_SIDE); side=$$?; \
+	  python -m pytest -q $(SIDE_BY_SIDE:%=--ignore=%) && exit $$side
 
 lint: $(TEST_ENV)
 	ruff check .
