@@ -148,7 +148,7 @@ class Hosts(Sequence[Host]):
     def _write_agent(self) -> Path:
         """What mpirun runs in ssh's place: `agent HOST COMMAND`."""
         agent = self._folder / "agent"
-        shell = ["env", f"PRTE_MCA_prte_tmpdir_base={self._folder / 'sessions'}", "sh", "-c"]
+        shell = ["env", f"PRTE_MCA_prte_remote_tmpdir_base={self._folder / 'sessions'}", "sh", "-c"]
         cases = "\n".join(
             f'  {host.name}|{host.address}) exec {shlex.join(host.enter(*shell))} "$*";;' for host in self
         )

@@ -109,8 +109,8 @@ class Replica:
 
     async def _run_once(self, command: Sequence[str]) -> None:
         self.reason, self._said_at = "", None
-        with session_folder() as own:
-            code = await self._launch(command, {**self._environment, **own})
+        with session_folder(self._environment) as own:
+            code = await self._launch(command, own)
         self.reason = self.reason or f"its launcher ended with exit code {code}"
 
     async def _launch(self, command: Sequence[str], environment: Mapping[str, str]) -> int:

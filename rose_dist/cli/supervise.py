@@ -31,19 +31,23 @@ def supervise(arguments: Sequence[str], environment: Mapping[str, str], drain_ti
     SIGTERM. It runs in a session of its own, so that a terminal's Ctrl-C comes here alone, and dies if this process
     does.
     """
-    with session_folder() as own:
-        return _supervise(arguments, {**environment, **own}, drain_timeout)
+    with session_folder(environment) as own:
+        return _supervise(arguments, own, drain_timeout)
 
 
 @contextlib.contextmanager
-def session_folder() -> Iterator[dict[str, str]]:
-    """The variables that give one mpirun a folder of its own for its session, as long as the block.
+def session_folder(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """`environment` with what gives one mpirun a folder of its own for its session, as long as the block.
 
     Otherwise it is named by process id, and one that a killed mpirun left behind keeps a later one with that id from
-    starting: "The PMIx server's listener thread failed to start".
+    starting: "The PMIx server's listener thread failed to start". A base for all hosts that the user has set stays:
+    mpirun refuses both.
     """
+    if "PRTE_MCA_prte_tmpdir_base" in environment:
+        yield dict(environment)
+        return
     with tempfile.TemporaryDirectory(prefix="rose-mpirun-", ignore_cleanup_errors=True) as folder:
-        yield {"PRTE_MCA_prte_local_tmpdir_base": folder}
+        yield {**environment, "PRTE_MCA_prte_local_tmpdir_base": folder}
 
 
 def _supervise(arguments: Sequence[str], environment: Mapping[str, str], drain_timeout: float) -> int:
