@@ -48,6 +48,7 @@ from dataclasses import dataclass
 
 from rose_dist.kernels import checks
 from rose_dist.kernels.expert_slots import MAX_EXPERTS, MAX_K, MAX_PAIRS
+from rose_dist.kernels.memory_areas import ALIGNMENT, MemoryAreas, round_up
 from rose_dist.kernels.peer_regions import PACKET_BYTES, packets
 
 MAX_PEERS = 32
@@ -59,12 +60,11 @@ CHUNK = 16
 HEADER_WORDS = 3
 ORDINAL_BITS = 20
 """Of a place in `meta`: how many pairs of one source and expert may be told apart."""
-ALIGNMENT = 128
 NO_PLACE = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangeLayout:
+class ExchangeLayout(MemoryAreas):
     """Offsets and sizes are in bytes and fit 64 bits. All ranks must have equal ones."""
 
     ranks: int
@@ -145,12 +145,12 @@ class ExchangeLayout:
     @property
     def meta_offset(self) -> int:
         """In a plain record, where its meta starts: behind the row and the scales."""
-        return self.row_bytes + _round(self.scale_bytes, 16)
+        return self.row_bytes + round_up(self.scale_bytes, 16)
 
     @property
     def record_bytes(self) -> int:
         """From one plain record to the next."""
-        return _round(self.meta_offset + 4 * self.meta_words, ALIGNMENT)
+        return round_up(self.meta_offset + 4 * self.meta_words, ALIGNMENT)
 
     @property
     def result_packets(self) -> int:
@@ -232,21 +232,3 @@ class ExchangeLayout:
             "results": results * self.result_row_bytes,
             "result_flags": results * self.result_flag_bytes,
         }
-
-    def start(self, area: str) -> int:
-        """Where an area starts in a region."""
-        offset = 0
-        for name, size in self._areas.items():
-            if name == area:
-                return offset
-            offset += _round(size, ALIGNMENT)
-        raise KeyError(area)
-
-    @property
-    def region_bytes(self) -> int:
-        """Of one rank's region."""
-        return sum(_round(size, ALIGNMENT) for size in self._areas.values())
-
-
-def _round(size: int, unit: int) -> int:
-    return -(-size // unit) * unit

@@ -37,29 +37,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rose_dist.kernels.exchange_layout import ALIGNMENT, CHUNK, HEADER_WORDS, ExchangeLayout
+from rose_dist.kernels.exchange_layout import CHUNK, HEADER_WORDS, ExchangeLayout
+from rose_dist.kernels.memory_areas import MemoryAreas, round_up
 
 RECORDS = CHUNK
 """Of a message, at most."""
 
 
 @dataclass(frozen=True)
-class NetworkLayout:
+class NetworkLayout(MemoryAreas):
     """Offsets and sizes are in bytes. All ranks must have equal ones."""
 
     exchange: ExchangeLayout
 
     @property
     def header_bytes(self) -> int:
-        return _round(4 * (HEADER_WORDS + self.exchange.width), 16)
+        return round_up(4 * (HEADER_WORDS + self.exchange.width), 16)
 
     @property
     def meta_bytes(self) -> int:
-        return _round(4 * self.exchange.meta_words, 16)
+        return round_up(4 * self.exchange.meta_words, 16)
 
     @property
     def record_bytes(self) -> int:
-        return self.meta_bytes + _round(4 * self.exchange.data_words, 16)
+        return self.meta_bytes + round_up(4 * self.exchange.data_words, 16)
 
     @property
     def record_message_bytes(self) -> int:
@@ -100,20 +101,3 @@ class NetworkLayout:
             "row_outbox": exchange.copies * exchange.ranks * exchange.source_record_bytes,
             "nothing": 16,
         }
-
-    def start(self, area: str) -> int:
-        """Where an area starts in a region."""
-        offset = 0
-        for name, size in self._areas.items():
-            if name == area:
-                return offset
-            offset += _round(size, ALIGNMENT)
-        raise KeyError(area)
-
-    @property
-    def region_bytes(self) -> int:
-        return sum(_round(size, ALIGNMENT) for size in self._areas.values())
-
-
-def _round(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
