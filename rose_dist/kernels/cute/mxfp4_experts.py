@@ -16,7 +16,15 @@ from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute.expert_segments import count_segments, list_segments, load_experts
 from rose_dist.kernels.cute.expert_slots import shared_integers
-from rose_dist.kernels.cute.mxfp4_operands import barrier, decode, load_shared, load_shared_floats, store_shared, wait
+from rose_dist.kernels.cute.mxfp4_operands import (
+    barrier,
+    decode,
+    load_shared,
+    load_shared_floats,
+    next_stage,
+    store_shared,
+    wait,
+)
 from rose_dist.kernels.cute.swiglu import clamped_swiglu_value
 from rose_dist.kernels.dsl import (
     BFloat16,
@@ -138,7 +146,7 @@ class ExpertLinear(jit.Kernel):
                 done_left = Int32(self.tiles * tiling.steps)
                 done_segment += 1
                 self.fetch_rows(shared, x, segments, done_segment + (tiling.buffers - 1), end)
-            stage, parity = self.next_stage(stage, parity)
+            stage, parity = next_stage(stage, parity, self.tiling.stages)
 
     @cute.jit
     def compute(
@@ -173,7 +181,7 @@ class ExpertLinear(jit.Kernel):
                 cute.arch.sync_warp()
                 if lane == 0:
                     cute.arch.mbarrier_arrive(barrier(shared, stage + tiling.stages))
-                stage, parity = self.next_stage(stage, parity)
+                stage, parity = next_stage(stage, parity, self.tiling.stages)
             meeting = shared + (tiling.meeting_offset + meeting_set)
             self.meet(meeting, warp, sums)
             cute.arch.barrier(barrier_id=1, number_of_threads=tiling.warps * WARP)
@@ -190,15 +198,6 @@ class ExpertLinear(jit.Kernel):
             tile += 1
             if tile == self.tiles:
                 tile = Int32(0)
-
-    @cute.jit
-    def next_stage(self, stage: Int32, parity: Int32) -> tuple[Int32, Int32]:
-        """The ring's next stage, and the parity of its barriers' phase."""
-        stage += 1
-        if stage == self.tiling.stages:
-            stage = Int32(0)
-            parity ^= 1
-        return stage, parity
 
     @cute.jit
     def source(self, weights: Int64, experts: cute.Tensor, segment: Int32, tile: Int32, end: Int32) -> Int64:

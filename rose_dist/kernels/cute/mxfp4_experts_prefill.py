@@ -10,7 +10,7 @@ from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute.expert_segments import count_segments, list_segments, load_experts
 from rose_dist.kernels.cute.expert_slots import shared_integers
-from rose_dist.kernels.cute.mxfp4_operands import barrier, decode, load_shared, wait
+from rose_dist.kernels.cute.mxfp4_operands import barrier, decode, load_shared, next_stage, wait
 from rose_dist.kernels.cute.swiglu import clamped_swiglu_value
 from rose_dist.kernels.dsl import (
     BFloat16,
@@ -129,20 +129,11 @@ class ExpertGemm(jit.Kernel):
                     )  # fmt: skip
                 row += tiling.row_bytes
                 source += tiling.tile_row_bytes
-                stage, parity = self.next_stage(stage, parity)
+                stage, parity = next_stage(stage, parity, self.tiling.stages)
 
     def shared_out(self, count: Any, feeder: Any) -> Any:
         """How many of 0 … count − 1 are this feeder's."""
         return (count + (self.tiling.feeders - 1) - feeder) // self.tiling.feeders
-
-    @cute.jit
-    def next_stage(self, stage: Int32, parity: Int32) -> tuple[Int32, Int32]:
-        """The ring's next stage, and the parity of its barriers' phase."""
-        stage += 1
-        if stage == self.tiling.stages:
-            stage = Int32(0)
-            parity ^= 1
-        return stage, parity
 
     @cute.jit
     def compute(
@@ -190,7 +181,7 @@ class ExpertGemm(jit.Kernel):
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(barrier(shared, stage + tiling.stages))
-            stage, parity = self.next_stage(stage, parity)
+            stage, parity = next_stage(stage, parity, self.tiling.stages)
         return stage, parity
 
     def multiply(self, ring: Any, weights: Any, rows: Any, sums: Any) -> None:

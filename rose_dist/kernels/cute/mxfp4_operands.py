@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rose_dist.kernels.dsl import Float32, Int64, Uint32, cute
+from rose_dist.kernels.dsl import Float32, Int32, Int64, Uint32, cute, cutlass
 from rose_dist.kernels.warp_matrix import multiply_bf16x2, rotate_left, spread_byte
 
 _CODE_MASK = 0x81C081C0
@@ -33,6 +33,16 @@ def wait(barrier: Any, phase: Any) -> None:
     """By whole warps, which tensor cores need together again afterwards."""
     cute.arch.mbarrier_wait(barrier, phase)
     cute.arch.sync_warp()
+
+
+@cute.jit
+def next_stage(stage: Int32, parity: Int32, stages: cutlass.Constexpr) -> tuple[Int32, Int32]:
+    """A ring's next stage, and the parity of its barriers' phase."""
+    stage += 1
+    if stage == stages:
+        stage = Int32(0)
+        parity ^= 1
+    return stage, parity
 
 
 def _shared(address: Any, dtype: Any, count: int) -> Any:
