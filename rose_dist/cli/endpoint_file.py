@@ -19,7 +19,7 @@ class EndpointFile:
         self._path = path
         self._url = url
         self._removed = threading.Event()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may call `remove` while the main thread does
         threading.Thread(target=self._write_when_ready, name="endpoint file", daemon=True).start()
 
     def _write_when_ready(self) -> None:

@@ -64,7 +64,9 @@ def _supervise(arguments: Sequence[str], environment: Mapping[str, str], drain_t
     def stop(number: int, frame: FrameType | None) -> None:
         chosen = next(escalation, signal.SIGKILL)
         if chosen == signal.SIGUSR1:
-            print(f"rose launch: stopping, at most {drain_timeout:g} s; once more to stop at once", file=sys.stderr)
+            message = f"rose launch: stopping, at most {drain_timeout:g} s; once more to stop at once\n"
+            with contextlib.suppress(OSError):
+                os.write(2, message.encode())  # a handler may interrupt another one's write: no buffered stream
         child.send_signal(chosen)
         signal.setitimer(signal.ITIMER_REAL, max(drain_timeout, 0.001) if chosen == signal.SIGUSR1 else _KILL_AFTER)
 

@@ -18,7 +18,10 @@ from rose_dist.cli.launch import Launch
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
+from rose_dist.comm.guard import Guard
 
+guard = Guard()  # as every rank has
+guard.stage("a rank")
 folder, drain = Path(sys.argv[1]), float(sys.argv[2])
 asked = []
 signal.signal(signal.SIGUSR1, lambda *_: asked.append(time.monotonic()))
@@ -28,6 +31,7 @@ rank = os.environ["OMPI_COMM_WORLD_RANK"]
 while not asked or time.monotonic() < asked[0] + drain:
     time.sleep(0.02)
 (folder / f"drained{rank}").touch()
+guard.close()
 """
 
 SUPERVISOR = """
