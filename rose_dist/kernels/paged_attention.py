@@ -122,7 +122,8 @@ def decode(
     from rose_dist.kernels.cute import paged_attention_decode as cute  # noqa: PLC0415 - it loads the compiler
 
     group = query_heads // key_heads
-    heads = cute.heads_together(key_heads, head_dim, keys.dtype, group > 8)
+    dense = keys.stride(1) == head_dim
+    heads = cute.heads_together(key_heads, head_dim, keys.dtype, group > 8) if dense else 1
     device = launch.device(q)
     launcher = cute.launcher(
         device.arch, q.dtype, keys.dtype, head_dim, heads, group > 8, block_size // TILE, early

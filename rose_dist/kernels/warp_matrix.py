@@ -32,6 +32,15 @@ def multiply_add(c: Any, a: Any, b: Any, kind: str, *, loc: Any = None, ip: Any 
 
 
 @dsl_user_op
+def transpose(word: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """An 8x8 matrix of 16-bit elements, of which lane 4g + j holds those of row g at columns 2j and 2j + 1, transposed.
+    All lanes of the warp must arrive.
+    """
+    text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
+    return Uint32(_asm(text, "=r,r", T.i32(), Uint32(word), volatile=False, loc=loc, ip=ip))
+
+
+@dsl_user_op
 def multiply_bf16x2(a: Any, b: Any, *, loc: Any = None, ip: Any = None) -> Any:
     """Two bf16 products, nearest even; subnormals are kept."""
     text = "mul.rn.bf16x2 $0, $1, $2;"

@@ -58,6 +58,11 @@ class Results:
         """Dimensions a thread merges."""
         return self.head_dim * self.rows // THREADS
 
+    @property
+    def kept_words(self) -> int:
+        """Of shared memory that a thread keeps a result in."""
+        return self.each + 4
+
     def allocate_scalars(self) -> Any:
         """Shared memory for every warp's largest scores and sums of weights: [warp, row, 2]."""
         count = WARPS * self.rows * 2
@@ -69,20 +74,21 @@ class Results:
         return first // self.head_dim, first % self.head_dim
 
     def store_warp(self, sums: Any, scalars: Any, first_row: int, acc: list[Any], largest: Any, weights: Any) -> None:
-        """Rows g of this warp from `first_row` on, in the order that `kv_tiles` gives columns: two for each product."""
+        """Rows 2j and 2j + 1 of this warp from `first_row` on, products in the order of `kv_tiles`: four sums each."""
         thread = cute.arch.thread_idx()[0]
         g, j = thread % WARP // 4, thread % 4
-        row = g + first_row
-        for block in range(self.head_dim // 64):
-            for k in range(2):
-                for half in range(2):
-                    words = [acc[2 * (8 * block + 4 * half + n) + k] for n in range(4)]
-                    piece = 16 * block + half + 2 * (2 * j + k)
-                    warp_matrix.store_shared_16b(self.piece(sums, row, piece), words)
-        # All four lanes of a row have the same; they write the same.
-        at = (thread // WARP * self.rows + row) * 2
-        scalars[at] = largest
-        scalars[at + 1] = vector.group_sum(weights, 4)
+        for k in range(2):
+            row = 2 * j + (first_row + k)
+            for i in range(0, len(acc), 8):
+                words = [acc[i + n] for n in (k, k + 2, k + 4, k + 6)]
+                warp_matrix.store_shared_16b(self.piece(sums, row, 2 * g + (i // 16 * 16 + i // 8 % 2)), words)
+            total = weights[k]
+            for offset in (4, 8, 16):
+                total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
+            # All eight lanes of a row have the same; they write the same.
+            at = (thread // WARP * self.rows + row) * 2
+            scalars[at] = largest[k]
+            scalars[at + 1] = total
 
     def piece(self, sums: Any, row: Any, piece: Any) -> Any:
         """Where 4 dimensions of a row are."""
@@ -118,6 +124,23 @@ class Results:
             sums = [_scaled_sum(a, keep, b, factor) for a, b in zip(sums, added, strict=True)]
             largest = top
         return largest, weights, sums
+
+    def keep(self, kept: Any, state: Any) -> None:
+        """Put this thread's state where `kept` finds it."""
+        largest, weights, sums = state
+        place = kept + Uint32(cute.arch.thread_idx()[0] * (self.kept_words * 4))
+        for i in range(0, self.each, 4):
+            warp_matrix.store_shared_16b(place + Uint32(i * 4), sums[i : i + 4])
+        warp_matrix.store_shared_16b(place + Uint32(self.each * 4), [largest, weights, weights, weights])
+
+    def kept(self, kept: Any) -> Any:
+        place = kept + Uint32(cute.arch.thread_idx()[0] * (self.kept_words * 4))
+        words = [
+            ptx.from_bits(word)
+            for i in range(0, self.kept_words, 4)
+            for word in warp_matrix.load_shared_16b(place + Uint32(i * 4))
+        ]
+        return words[self.each], words[self.each + 1], words[: self.each]
 
     def read_part(self, part: Any, column: Any) -> Any:
         """Another block's result for this thread's dimensions; `part`: of its row."""

@@ -73,50 +73,62 @@ class Tiles:
 
     @cute.jit
     def copy(
-        self, stage: Uint32, keys: Int64, values: Int64, slot_stride: Int64, head_stride: Int64, slot: Int64,
-        tile: Int32, low: Int32, high: Int32,
+        self, stage: Uint32, keys: Int64, values: Int64, slot_stride: Int64, slot: Int64, tile: Int32, low: Int32,
+        high: Int32,
     ) -> None:  # fmt: skip
-        """Start this lane's copies of a tile, whose first key has slot `slot`. Keys below `low` and from `high` on are
-        not read; zeros stand for them. Strides in elements.
+        """Start this lane's copies of a tile, whose first key has slot `slot`; heads lie side by side. Keys below `low`
+        and from `high` on are not read; zeros stand for them.
         """
         lane = cute.arch.thread_idx()[0] % WARP
         g, j = lane // 4, lane % 4
-        row, head = slot_stride * self.dtype.itemsize, head_stride * self.dtype.itemsize
+        row, head = slot_stride * self.dtype.itemsize, self.head_dim * self.dtype.itemsize
         offset, first = slot * row, tile * TILE
         for token in (0, 8):
-            near, count = keys + (Int64(g + token) * row + j * 16), _bytes(first + g + token, low, high, 16)
+            near = keys + (Int64(g + token) * row + j * 16) + offset
+            count = _bytes(first + g + token, low, high, 16)
             for h in range_constexpr(self.heads):
                 for piece in range_constexpr(self.key_pieces):
                     i = token // 8 * self.key_pieces + piece
                     place = stage + Uint32(2 * h * self.head_bytes + i * (WARP * 16)) + Uint32(lane * 16)
-                    source = near + Int64(h) * head + offset + piece * 64
-                    warp_matrix.copy_async(place, source, count, 16, self.ahead)
+                    warp_matrix.copy_async(place, near + (h * head + piece * 64), count, 16, self.ahead)
         size = self.value_bytes
         for t in range_constexpr(4):
             token = 2 * j + (0, 1, 8, 9)[t]
-            near, count = values + (Int64(token) * row + g * size), _bytes(first + token, low, high, size)
+            near = values + (Int64(token) * row + g * size) + offset
+            count = _bytes(first + token, low, high, size)
             for h in range_constexpr(self.heads):
                 for piece in range_constexpr(self.value_pieces):
                     i = t * self.value_pieces + piece
-                    at = (2 * h + 1) * self.head_bytes + i * (WARP * size)
-                    source = near + Int64(h) * head + offset + piece * (8 * size)
-                    warp_matrix.copy_async(stage + Uint32(at) + Uint32(lane * size), source, count, size, self.ahead)
+                    place = stage + Uint32((2 * h + 1) * self.head_bytes + i * (WARP * size)) + Uint32(lane * size)
+                    source = near + (h * head + piece * (8 * size))
+                    warp_matrix.copy_async(place, source, count, size, self.ahead)
 
-    def keys(self, stage: Any, head: int, n: int) -> list[Any]:
-        """b of every product step for a head's keys 8n … 8n + 7: two words each."""
+    def keys(self, stage: Any, head: int) -> list[Any]:
+        """a of every product step for a head's 16 keys."""
         lane = cute.arch.thread_idx()[0] % WARP
         fragments = []
         for i in range(self.key_pieces):
-            at = 2 * head * self.head_bytes + (n * self.key_pieces + i) * (WARP * 16)
-            words = warp_matrix.load_shared_16b(stage + Uint32(at) + Uint32(lane * 16))
-            if self.fp8:
-                fragments += [warp_matrix.widen_e4m3x4(word) for word in words]
-            else:
-                fragments += [words[:2], words[2:]]
+            above, below = (
+                self.split(
+                    warp_matrix.load_shared_16b(
+                        stage
+                        + Uint32(2 * head * self.head_bytes + (n * self.key_pieces + i) * (WARP * 16))
+                        + Uint32(lane * 16)
+                    )
+                )
+                for n in range(2)
+            )
+            fragments += [[a[0], b[0], a[1], b[1]] for a, b in zip(above, below, strict=True)]
         return fragments
 
+    def split(self, words: list[Any]) -> list[Any]:
+        """Four words of keys as pairs of words that are multiplied, one a product step."""
+        return [warp_matrix.widen_e4m3x4(word) for word in words] if self.fp8 else [words[:2], words[2:]]
+
     def queries(self, q: Any, row: Any, group: Any) -> list[Any]:
-        """A query head's words in the order of `keys`, two a product step; zeros from row `group` on."""
+        """b of every product step in the order of `keys`, for query head `row` of this lane: two words each; zeros from
+        row `group` on.
+        """
         j = cute.arch.thread_idx()[0] % 4
         piece_bytes = 32 if self.fp8 else 16
         address = q + Int64(vector.min_of(row, group - 1)) * (self.head_dim * 2) + j * piece_bytes
@@ -128,8 +140,8 @@ class Tiles:
         return [self.pair(*_widen_bf16x2(word)) for word in words] if self.fp8 else words
 
     def values(self, stage: Any, head: int, piece: int) -> list[Any]:
-        """b of the eight products for a head's dimensions 64 · piece …: column g of product n is dimension 8g + n of
-        them.
+        """a of the four products for a head's dimensions 64 · piece …, the columns being keys: rows g and g + 8 of
+        product n are dimensions 8g + 2n and the next of them.
         """
         lane = cute.arch.thread_idx()[0] % WARP
         size = self.value_bytes
@@ -140,14 +152,17 @@ class Tiles:
         for w in range(len(a)):
             if self.fp8:
                 for selector in (LOW_BYTES, HIGH_BYTES):
-                    above = warp_matrix.widen_e4m3x4(warp_matrix.permute(a[w], b[w], selector))
-                    below = warp_matrix.widen_e4m3x4(warp_matrix.permute(c[w], d[w], selector))
-                    fragments += [[above[k], below[k]] for k in range(2)]
+                    left = warp_matrix.widen_e4m3x4(warp_matrix.permute(a[w], b[w], selector))
+                    right = warp_matrix.widen_e4m3x4(warp_matrix.permute(c[w], d[w], selector))
+                    fragments.append([*left, *right])
             else:
-                for selector in (LOW_HALVES, HIGH_HALVES):
-                    fragments.append(
-                        [warp_matrix.permute(a[w], b[w], selector), warp_matrix.permute(c[w], d[w], selector)]
-                    )
+                fragments.append(
+                    [
+                        warp_matrix.permute(one, other, selector)
+                        for one, other in ((a[w], b[w]), (c[w], d[w]))
+                        for selector in (LOW_HALVES, HIGH_HALVES)
+                    ]
+                )
         return fragments
 
     def pair(self, low: Any, high: Any) -> Any:

@@ -42,7 +42,7 @@ WIDE_DIMENSIONS = 128
 
 
 def heads_together(key_heads: int, head_dim: int, dtype: torch.dtype, wide_group: bool) -> int:
-    """Neighbouring key heads that one block reads."""
+    """Neighbouring key heads that one block reads, if a token's lie side by side."""
     heads = ROW_BYTES // (head_dim * dtype.itemsize)
     if wide_group:
         heads = min(heads, WIDE_DIMENSIONS // head_dim)
@@ -110,7 +110,7 @@ class DecodeAttention(jit.Kernel):
     @property
     def stages(self) -> int:
         """Tiles in a warp's ring, as many as shared memory has room for."""
-        scalars = WARPS * self.results.rows * 8
+        scalars = WARPS * self.results.rows * 8 + THREADS * self.results.kept_words * 4
         room = SM_SHARED_BYTES // BLOCKS_PER_SM - BLOCK_OVERHEAD_BYTES - scalars
         return min(room // (WARPS * self.tiles.bytes), MOST_STAGES)
 
@@ -157,8 +157,8 @@ class DecodeAttention(jit.Kernel):
         arrived = cute.make_tensor(cute.arch.alloc_smem(Uint32, 1), cute.make_layout(1))
         ring = rings + Uint32(cute.arch.thread_idx()[0] // WARP * self.ring_bytes)
         queries = cute.make_rmem_tensor(self.heads * self.rows // 8 * (self.head_dim // 8), Uint32)
-        # What this thread has merged of a request whose parts are all this block's.
-        merged = cute.make_rmem_tensor(self.results.each + 2, Float32)
+        # What each thread has merged of a request whose parts are all this block's.
+        merged = Uint32(cute.arch.alloc_smem(Uint32, THREADS * self.results.kept_words, alignment=16).toint())
         if const_expr(not self.early):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
@@ -238,13 +238,12 @@ class DecodeAttention(jit.Kernel):
                 heads = Int64(head * self.heads) * paged.head_stride * self.cache_dtype.itemsize
                 slot = (Int64(block) * self.block_tiles + tile % self.block_tiles) * TILE
                 self.tiles.copy(
-                    stage, paged.keys + heads, paged.values + heads, paged.slot_stride, paged.head_stride, slot, tile,
-                    low, high,
+                    stage, paged.keys + heads, paged.values + heads, paged.slot_stride, slot, tile, low, high
                 )  # fmt: skip
             warp_matrix.commit_copies()
 
     def load_queries(self, q: Any, group: Any, queries: Any) -> None:
-        """Of every key head, rows g and g + 8 in the order that `Tiles.keys` has."""
+        """Of every key head, query heads g and g + 8 in the order that `Tiles.keys` has."""
         g = cute.arch.thread_idx()[0] % WARP // 4
         words = [
             word
@@ -279,12 +278,12 @@ class DecodeAttention(jit.Kernel):
         queries: cute.Tensor, scale: Float32,
     ) -> None:  # fmt: skip
         """This warp's share of a part's tiles; into the ring and `scalars`."""
-        words = self.head_dim // 8
-        acc = cute.make_rmem_tensor(2 * words * self.heads * self.rows // 8, Float32)
+        size = self.head_dim // 4
+        acc = cute.make_rmem_tensor(size * self.heads * self.rows // 8, Float32)
         acc.fill(0.0)
-        # For this lane's rows g and g + 8 of every head: the largest score, and its own part of the sum of weights.
-        halves = self.heads * self.rows // 8
-        largest, weights = cute.make_rmem_tensor(halves, Float32), cute.make_rmem_tensor(halves, Float32)
+        # For query heads 2j and 2j + 1 of eight: the largest score, and this lane's own part of the sum of weights.
+        octets = self.heads * self.rows // 8
+        largest, weights = cute.make_rmem_tensor(2 * octets, Float32), cute.make_rmem_tensor(2 * octets, Float32)
         largest.fill(NOTHING)
         weights.fill(0.0)
         low, begin, end = batch.part(part.length, part.split)
@@ -302,19 +301,12 @@ class DecodeAttention(jit.Kernel):
             full, free = self.next_stage(ring, full), self.next_stage(ring, free)
         # Other lanes have read what this one is about to overwrite.
         cute.arch.sync_warp()
-        for half in range_constexpr(halves):
-            sums = [acc[2 * words * half + i] for i in range(2 * words)]
+        for octet in range_constexpr(octets):
+            pair = [2 * octet, 2 * octet + 1]
             self.results.store_warp(
-                ring + Uint32(self.distance * self.tiles.bytes), scalars, 8 * half, sums, largest[half], weights[half]
-            )
-
-    def fragments(self, halves: Any, step: int) -> Any:
-        """a of product step `step` from words of rows g and g + 8, two a step."""
-        zero = Uint32(0)
-        low, high = (halves[0][2 * step + i] for i in range(2))
-        if self.wide_group:
-            return [low, halves[1][2 * step], high, halves[1][2 * step + 1]]
-        return [low, zero, high, zero]
+                ring + Uint32(self.distance * self.tiles.bytes), scalars, 8 * octet,
+                [acc[size * octet + i] for i in range(size)], [largest[i] for i in pair], [weights[i] for i in pair],
+            )  # fmt: skip
 
     def next_stage(self, ring: Any, place: Any) -> Any:
         """The place after `place` in the ring."""
@@ -326,51 +318,49 @@ class DecodeAttention(jit.Kernel):
         self, stage: Uint32, head: cutlass.Constexpr, queries: cute.Tensor, acc: cute.Tensor, largest: cute.Tensor,
         weights: cute.Tensor, tile: Int32, low: Int32, high: Int32, scale: Float32,
     ) -> None:  # fmt: skip
-        """One head of a tile: scores, weights, and the weighted sum of values."""
-        first = tile * TILE + cute.arch.thread_idx()[0] % 4 * 2
+        """One head of a tile: scores, weights, and the weighted sum of values. Keys are the rows of the scores and
+        dimensions those of the sums, query heads the columns of both, eight at a time.
+        """
+        first = tile * TILE + cute.arch.thread_idx()[0] % WARP // 4
         words, each = self.head_dim // 8, self.rows // 8
-        rows = [[queries[(head * each + half) * words + i] for i in range(words)] for half in range(each)]
-        scores = []
-        for n in range_constexpr(2):
+        keys = self.tiles.keys(stage, head)
+        shown = [seen(first + 8 * n, low, high) for n in range(2)]
+        shares, factors = [], []
+        for octet in range_constexpr(each):
             c = [Float32(0.0)] * 4
-            for step, b in enumerate(self.tiles.keys(stage, head, n)):
-                c = self.tiles.multiply_add(c, self.fragments(rows, step), b)
-            scores.append(c)
-        shown = [seen(first + (8 * n + k), low, high) for n in range(2) for k in range(2)]
-        halves, factors = [], []
-        for half in range_constexpr(each):
-            at = head * each + half
-            values = [
-                vector.select(shown[2 * n + k], scores[n][2 * half + k], Float32(-math.inf))
-                for n in range(2)
-                for k in range(2)
-            ]
-            top = cute.arch.fmax(cute.arch.fmax(values[0], values[1]), cute.arch.fmax(values[2], values[3]))
-            for offset in (1, 2):
-                top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=offset))
-            top = cute.arch.fmax(top * scale, largest[at])
-            factor = exp2(largest[at] - top)
-            shares = [exp2(value * scale - top) for value in values]
-            weights[at] = weights[at] * factor + ((shares[0] + shares[1]) + (shares[2] + shares[3]))
-            largest[at] = top
-            factors.append(factor)
-            halves.append([self.tiles.pair(shares[0], shares[1]), self.tiles.pair(shares[2], shares[3])])
-        self.add_values(stage, head, self.fragments(halves, 0), factors, acc)
+            for step, a in enumerate(keys):
+                at = (head * each + octet) * words + 2 * step
+                c = self.tiles.multiply_add(c, a, [queries[at], queries[at + 1]])
+            # Keys g and g + 8 of column 2j + k.
+            for k in range_constexpr(2):
+                at = 2 * (head * each + octet) + k
+                values = [vector.select(shown[n], c[2 * n + k], Float32(-math.inf)) for n in range(2)]
+                top = cute.arch.fmax(values[0], values[1])
+                for offset in (4, 8, 16):
+                    top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=offset))
+                top = cute.arch.fmax(top * scale, largest[at])
+                factor = exp2(largest[at] - top)
+                c[k], c[2 + k] = (exp2(value * scale - top) for value in values)
+                weights[at] = weights[at] * factor + (c[k] + c[2 + k])
+                largest[at] = top
+                factors.append(factor)
+            shares.append([warp_matrix.transpose(self.tiles.pair(c[2 * n], c[2 * n + 1])) for n in range(2)])
+        self.add_values(stage, head, shares, factors, acc)
 
     def add_values(self, stage: Any, head: int, shares: Any, factors: Any, acc: Any) -> None:
-        """acc · factor + shares · values; products in the order of `Tiles.values`, two sums of a row each."""
-        size, each = self.head_dim // 4, self.rows // 8
+        """acc · factor + values · shares; products in the order of `Tiles.values`, of every octet of query heads."""
+        each = self.rows // 8
         for piece in range(self.tiles.value_pieces):
-            for n, words in enumerate(self.tiles.values(stage, head, piece)):
-                at = [(head * each + half) * size + 2 * (8 * piece + n) + k for half in range(each) for k in range(2)]
-                c = [acc[place] * factors[i // 2] for i, place in enumerate(at)]
-                sums = self.tiles.multiply_add(c + [Float32(0.0)] * (4 - len(c)), shares, words)
-                for place, value in zip(at, sums, strict=False):
-                    acc[place] = value
+            for n, values in enumerate(self.tiles.values(stage, head, piece)):
+                for octet in range(each):
+                    at = (head * each + octet) * (self.head_dim // 4) + 4 * (4 * piece + n)
+                    c = [acc[at + i] * factors[2 * octet + i % 2] for i in range(4)]
+                    for i, value in enumerate(self.tiles.multiply_add(c, values, shares[octet])):
+                        acc[at + i] = value
 
     @cute.jit
     def finish(
-        self, rings: Uint32, scalars: cute.Tensor, arrived: cute.Tensor, merged: cute.Tensor, out: Int64, parts: Int64,
+        self, rings: Uint32, scalars: cute.Tensor, arrived: cute.Tensor, merged: Uint32, out: Int64, parts: Int64,
         counter: Int64, sinks: Int64, first_head: Int32, group: Int32, split: Int32, opening: Int32, splits: Int32,
         alone: Boolean, last: Boolean, value_scale: Float32,
     ) -> None:  # fmt: skip
@@ -395,10 +385,11 @@ class DecodeAttention(jit.Kernel):
         state = results.merge_warps([place + Uint32(warp * self.ring_bytes) for warp in range(WARPS)], scalars)
         if alone:
             if split == 0:
-                self.keep(merged, results.nothing())
-            self.keep(merged, results.merge([state], self.kept(merged), [True]))
+                results.keep(merged, results.nothing())
+            whole = results.merge([state], results.kept(merged), [True])
             if last & (query < group):
-                results.write(target, self.kept(merged), sink, value_scale)
+                results.write(target, whole, sink, value_scale)
+            results.keep(merged, whole)
         elif query < group:
             results.write_part(own + Int64(split) * results.part_bytes, column, state)
         cute.arch.sync_threads()
@@ -412,12 +403,3 @@ class DecodeAttention(jit.Kernel):
                     results.write(target, results.merge_parts(own, column, splits), sink, value_scale)
                 if thread == 0:
                     ptx.store_relaxed(counter, Uint32(0), "gpu")
-
-    def keep(self, merged: Any, state: Any) -> None:
-        largest, weights, sums = state
-        for i, value in enumerate([*sums, largest, weights]):
-            merged[i] = value
-
-    def kept(self, merged: Any) -> Any:
-        each = self.results.each
-        return merged[each], merged[each + 1], [merged[i] for i in range(each)]
