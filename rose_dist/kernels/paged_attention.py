@@ -122,9 +122,10 @@ def decode(
     from rose_dist.kernels.cute import paged_attention_decode as cute  # noqa: PLC0415 - it loads the compiler
 
     group = query_heads // key_heads
-    dense = keys.stride(1) == head_dim
-    heads = cute.heads_together(key_heads, head_dim, keys.dtype, group > 8) if dense else 1
     device = launch.device(q)
+    heads = cute.heads_together(key_heads, head_dim, keys.dtype, group > 8)
+    if keys.stride(1) != head_dim or _is_brief(requests * key_heads, window, device.sms):
+        heads = 1
     launcher = cute.launcher(
         device.arch, q.dtype, keys.dtype, head_dim, heads, group > 8, block_size // TILE, early
     )  # fmt: skip
@@ -158,6 +159,11 @@ def _reference(
             weights = scores.softmax(-1)[:, : len(positions)]
             out[row] = torch.einsum("hk,khd->hd", weights, v).to(out.dtype)
     return out
+
+
+def _is_brief(works: int, window: int | None, sms: int) -> bool:
+    """Whether latency counts and not bytes: one short part of keys for each of a few requests' heads."""
+    return window is not None and window <= MIN_TILES * TILE and works <= 2 * sms
 
 
 def _check_heads(q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> tuple[int, int, int, int]:

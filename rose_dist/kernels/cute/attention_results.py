@@ -70,12 +70,12 @@ class Results:
 
     def place(self) -> tuple[Any, Any]:
         """The row that this thread merges, and the first of its dimensions."""
-        first = cute.arch.thread_idx()[0] * self.each
+        first = ptx.thread_index() * self.each
         return first // self.head_dim, first % self.head_dim
 
     def store_warp(self, sums: Any, scalars: Any, first_row: int, acc: list[Any], largest: Any, weights: Any) -> None:
         """Rows 2j and 2j + 1 of this warp from `first_row` on, products in the order of `kv_tiles`: four sums each."""
-        thread = cute.arch.thread_idx()[0]
+        thread = ptx.thread_index()
         g, j = thread % WARP // 4, thread % 4
         for k in range(2):
             row = 2 * j + (first_row + k)
@@ -128,13 +128,13 @@ class Results:
     def keep(self, kept: Any, state: Any) -> None:
         """Put this thread's state where `kept` finds it."""
         largest, weights, sums = state
-        place = kept + Uint32(cute.arch.thread_idx()[0] * (self.kept_words * 4))
+        place = kept + Uint32(ptx.thread_index() * (self.kept_words * 4))
         for i in range(0, self.each, 4):
             warp_matrix.store_shared_16b(place + Uint32(i * 4), sums[i : i + 4])
         warp_matrix.store_shared_16b(place + Uint32(self.each * 4), [largest, weights, weights, weights])
 
     def kept(self, kept: Any) -> Any:
-        place = kept + Uint32(cute.arch.thread_idx()[0] * (self.kept_words * 4))
+        place = kept + Uint32(ptx.thread_index() * (self.kept_words * 4))
         words = [
             ptx.from_bits(word)
             for i in range(0, self.kept_words, 4)

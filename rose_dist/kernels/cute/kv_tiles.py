@@ -83,8 +83,10 @@ class Tiles:
         g, j = lane // 4, lane % 4
         row, head = slot_stride * self.dtype.itemsize, self.head_dim * self.dtype.itemsize
         offset, first = slot * row, tile * TILE
+        keys += Int64(g) * row + j * 16
+        keys += offset
         for token in (0, 8):
-            near = keys + (Int64(g + token) * row + j * 16) + offset
+            near = keys + token * row
             count = _bytes(first + g + token, low, high, 16)
             for h in range_constexpr(self.heads):
                 for piece in range_constexpr(self.key_pieces):
@@ -92,10 +94,12 @@ class Tiles:
                     place = stage + Uint32(2 * h * self.head_bytes + i * (WARP * 16)) + Uint32(lane * 16)
                     warp_matrix.copy_async(place, near + (h * head + piece * 64), count, 16, self.ahead)
         size = self.value_bytes
+        values += Int64(2 * j) * row + g * size
+        values += offset
         for t in range_constexpr(4):
-            token = 2 * j + (0, 1, 8, 9)[t]
-            near = values + (Int64(token) * row + g * size) + offset
-            count = _bytes(first + token, low, high, size)
+            token = (0, 1, 8, 9)[t]
+            near = values + token * row
+            count = _bytes(first + 2 * j + token, low, high, size)
             for h in range_constexpr(self.heads):
                 for piece in range_constexpr(self.value_pieces):
                     i = t * self.value_pieces + piece
