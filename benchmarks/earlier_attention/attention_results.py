@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.earlier_attention.paged_attention import partial_floats
 from rose_dist.kernels import ptx, vector, warp_matrix
 from rose_dist.kernels.dsl import TYPES, Float32, Int32, Int64, Uint32, cute, range_constexpr
-from benchmarks.earlier_attention.paged_attention import partial_floats
 from rose_dist.kernels.variants import WARP
 
 WARPS = 4

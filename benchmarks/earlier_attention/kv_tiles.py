@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from rose_dist.kernels import ptx, vector, warp_matrix
-from rose_dist.kernels.dsl import Int32, Int64, Uint32, cute, range_constexpr
 from benchmarks.earlier_attention.paged_attention import TILE
+from rose_dist.kernels import ptx, vector, warp_matrix
+from rose_dist.kernels.dsl import Boolean, Int32, Int64, Uint32, cute, dsl_user_op, range_constexpr
+from rose_dist.kernels.ptx import _asm
 from rose_dist.kernels.variants import WARP
 
 LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632
@@ -74,13 +75,13 @@ class Tiles:
                 token, piece = g + 8 * (i // self.key_pieces), i % self.key_pieces
                 source = keys + (base + token) * row + (piece * 64 + j * 16)
                 place = stage + Uint32(i * (WARP * 16)) + Uint32(lane * 16)
-                warp_matrix.copy_async(place, source, seen(tile, token, low, high), 16)
+                _copy(place, source, seen(tile, token, low, high), 16)
             first = self.bytes // 2
             for i in range_constexpr(4 * self.value_pieces):
                 token, piece = 2 * j + (0, 1, 8, 9)[i // self.value_pieces], i % self.value_pieces
                 source = values + (base + token) * row + (piece * 8 + g) * self.value_bytes
                 place = stage + Uint32(first + i * (WARP * self.value_bytes)) + Uint32(lane * self.value_bytes)
-                warp_matrix.copy_async(place, source, seen(tile, token, low, high), self.value_bytes)
+                _copy(place, source, seen(tile, token, low, high), self.value_bytes)
         warp_matrix.commit_copies()
 
     def keys(self, stage: Any, n: int) -> list[Any]:
@@ -145,3 +146,14 @@ def seen(tile: Any, token: Any, low: Any, high: Any) -> Any:
 
 def _widen_bf16x2(word: Any) -> tuple[Any, Any]:
     return ptx.from_bits(word << Uint32(16)), ptx.from_bits(word & Uint32(0xFFFF0000))
+
+
+@dsl_user_op
+def _copy(shared: Any, source: Any, valid: Any, size: int, *, loc: Any = None, ip: Any = None) -> None:
+    """Start copying 8 or 16 bytes; zeros, and nothing is read, where `valid` does not hold."""
+    level = "cg" if size == 16 else "ca"
+    text = (
+        f"{{ .reg .pred wanted; .reg .b32 bytes; setp.ne.u32 wanted, $2, 0; selp.b32 bytes, {size}, 0, wanted; "
+        f"cp.async.{level}.shared.global [$0], [$1], {size}, bytes; }}"
+    )
+    _asm(text, "r,l,r", None, Uint32(shared), Int64(source), Uint32(Boolean(valid)), loc=loc, ip=ip)

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from rose_dist.kernels import jit, vector, warp_matrix
-from rose_dist.kernels.arch import Arch
 from benchmarks.earlier_attention.attention_results import NOTHING, THREADS, WARPS, Results, exp2
 from benchmarks.earlier_attention.kv_tiles import Tiles, seen
+from benchmarks.earlier_attention.paged_attention import TILE
 from benchmarks.earlier_attention.split_items import find, tiles_of
+from rose_dist.kernels import jit, vector, warp_matrix
+from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.dsl import (
     Float32,
     Int32,
@@ -24,7 +25,6 @@ from rose_dist.kernels.dsl import (
     cutlass,
     range_constexpr,
 )  # fmt: skip
-from benchmarks.earlier_attention.paged_attention import TILE
 from rose_dist.kernels.variants import WARP
 
 MOST_STAGES = 6

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.earlier_attention.paged_attention import MIN_TILES, TILE
 from rose_dist.kernels import vector
 from rose_dist.kernels.dsl import Int32, Int64, cute
-from benchmarks.earlier_attention.paged_attention import MIN_TILES, TILE
 from rose_dist.kernels.variants import WARP
 
 

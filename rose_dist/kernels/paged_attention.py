@@ -25,8 +25,8 @@ MIN_TILES = 8
 MOST_SPLITS = 128
 """Parts of a request's keys."""
 SPLIT_DIMENSIONS = 16384
-"""Dimensions of all key heads times parts, at most: a part of two heads of 64 in bf16 is then one for nearly every SM of
-a Hopper GPU, and what is merged stays little beside the keys."""
+"""Dimensions of all key heads times parts, at most: with two heads of 64 a block, nearly every SM of a Hopper GPU gets
+a part, and what is merged stays little beside the keys."""
 LOG2_E = 1 / math.log(2)
 UNLIMITED = 1 << 30
 """A window that hides nothing."""
@@ -34,8 +34,8 @@ UNLIMITED = 1 << 30
 
 @dataclass(frozen=True)
 class DecodeWorkspace:
-    """Where blocks that share a request leave the results of their parts. Serves any number of layers and groups of one shape,
-    and graphs captured with it, one call at a time.
+    """Where blocks that share a request leave the results of their parts. Serves any number of layers and groups of one
+    shape, and graphs captured with it, one call at a time.
     """
 
     partials: Tensor
@@ -129,10 +129,13 @@ def decode(
     launcher = cute.launcher(
         device.arch, q.dtype, keys.dtype, head_dim, heads, group > 8, block_size // TILE, early
     )  # fmt: skip
+    splits = workspace.partials.shape[2]
+    if window is not None:
+        splits = min(splits, most_splits(window + TILE, key_heads, head_dim))
     launch.run(
         launcher, q, q, q.stride(0), keys, values, keys.stride(0), keys.stride(1), tables, tables.stride(0), first,
         lengths, rows, sinks, out, workspace.partials, workspace.counters, requests, key_heads // heads, group,
-        UNLIMITED if window is None else window, workspace.partials.shape[2], scale * key_scale * LOG2_E,
+        UNLIMITED if window is None else window, splits, scale * key_scale * LOG2_E,
         value_scale, device.sms,
     )  # fmt: skip
     return out

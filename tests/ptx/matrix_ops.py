@@ -163,7 +163,10 @@ def movmatrix(program: Program, instruction: Instruction) -> Exchange:
     """An 8x8 matrix of 16-bit elements transposed: lane l holds elements 2(l%4) and the next of row l/4."""
     if instruction.parts != ("movmatrix", "sync", "aligned", "m8n8", "trans", "b16"):
         raise UnknownInstruction(f"{'.'.join(instruction.parts)} is not modelled")
-    put, read = program.operands.write(instruction.operands[0], B32), program.operands.read(instruction.operands[1], B32)
+    put, read = (
+        program.operands.write(instruction.operands[0], B32),
+        program.operands.read(instruction.operands[1], B32),
+    )
 
     def run(g: Gang, members: Array) -> None:
         lanes = np.array(_whole_warps(g, "movmatrix"))[:, None] + np.arange(WARP)

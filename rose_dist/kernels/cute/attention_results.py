@@ -6,7 +6,6 @@ A result is, for each query head of a key head, the sums Σ exp2(s − m) · v, 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,9 +144,7 @@ class Results:
     def read_part(self, part: Any, column: Any) -> Any:
         """Another block's result for this thread's dimensions; `part`: of its row."""
         sums = [
-            ptx.from_bits(word)
-            for i in range(0, self.each, 4)
-            for word in ptx.load_16b(part + Int64(column + i) * 4)
+            ptx.from_bits(word) for i in range(0, self.each, 4) for word in ptx.load_16b(part + Int64(column + i) * 4)
         ]
         last = ptx.load_16b(part + self.head_dim * 4)
         return ptx.from_bits(last[0]), ptx.from_bits(last[1]), sums

@@ -29,8 +29,8 @@ LOW_BYTES, HIGH_BYTES = 0x5140, 0x7362
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles of one cache, 16 keys of `heads` neighbouring heads: bf16, or e4m3 that becomes fp16, which holds all of its
-    values.
+    """Tiles of one cache, 16 keys of `heads` neighbouring heads: bf16, or e4m3 that becomes fp16, which holds all of
+    its values.
     """
 
     head_dim: int

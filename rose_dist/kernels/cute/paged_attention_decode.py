@@ -179,7 +179,8 @@ class DecodeAttention(jit.Kernel):
         opening, alone = split, (split == 0) & (last_begins(batch, part) < line_end)
         block = blocks[-1]
         while row >= 0:
-            self.load_queries(q + (Int64(row) * q_stride + Int64(head) * (group * self.heads * self.head_dim)) * 2, group, queries)
+            first = Int64(row) * q_stride + Int64(head) * (group * self.heads * self.head_dim)
+            self.load_queries(q + first * self.dtype.itemsize, group, queries)
             current = Part(row, length, head, split, place)
             following = after(batch, current, line_end)
             next_table, next_blocks = self.look_up(paged, batch, following)
