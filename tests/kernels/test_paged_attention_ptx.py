@@ -89,7 +89,7 @@ def right(monkeypatch: pytest.MonkeyPatch, weakening: Weakening | None, seed: in
         gpu.machine.run([weakening.apply(one) if weakening else one for one in launches], seed=seed)
 
     monkeypatch.setattr(launch, "run", run)
-    cache = Cache.filled([40, 60, 272, 40], 2, 64)
+    cache = Cache.filled([60, 60, 272, 40], 2, 64)
     q = torch.randn(4, 8, 64).bfloat16()
     try:
         out = attend(gpu, q, cache, context=272)

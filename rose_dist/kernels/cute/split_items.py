@@ -2,7 +2,7 @@
 
 A request's keys are split into parts of whole tiles, as many and as large as its own length says; all of its parts for
 one head group after another are its work. The requests' works, one after another, are a line of tiles of which every
-block takes an equal run, up to the borders of parts.
+block takes a run of about the same length: the parts that begin in it.
 """
 
 from __future__ import annotations
@@ -101,10 +101,9 @@ def _first_part(
     while first < requests:
         total += cute.arch.warp_redux_sync(_tiles_of_lane(batch, first + lane), "add")
         first += WARP
-    block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-    share, more = total * groups // blocks, total * groups % blocks
-    begin = block * share + vector.min_of(block, more)
-    end = begin + share + vector.select(block < more, Int32(1), Int32(0))
+    share = _share(total * groups, cute.arch.grid_dim()[0])
+    begin = cute.arch.block_idx()[0] * share
+    end = begin + share
     # 32 requests at a time, a lane for each.
     request, length, before, first = Int32(-1), Int32(0), Int32(0), Int32(0)
     while (first < requests) & (request < 0):
@@ -132,6 +131,19 @@ def _from(batch: Batch, request: Any, length: Any, place: Any, begin: Any, end: 
     # The last part that begins before, −1 for none.
     split = ((begin - place) * batch.splits(length) + tiles - 1) // tiles - 1
     return after(batch, Part(request, length, group, split, place), end)
+
+
+def _share(tiles: Any, blocks: Any) -> Any:
+    """Tiles a run: up to a sixteenth more than an equal share, so that it is a round number.
+
+    With lengths that are round themselves runs then end where requests end, or halves of them, and less is merged
+    through memory. The last blocks may get nothing; the others have enough under way for all.
+    """
+    share = (tiles + blocks - 1) // blocks
+    unit = Int32(MIN_TILES)
+    for larger in (16, 32, 64, 128, 256, 512):
+        unit = vector.select(share >= 16 * larger, Int32(larger), unit)
+    return (share + unit - 1) // unit * unit
 
 
 def _tiles_of_lane(batch: Batch, request: Any) -> Any:
