@@ -297,8 +297,7 @@ class DecodeAttention(jit.Kernel):
             warp_matrix.await_copies(self.distance - 1)
             self.copy_if(Boolean(True), free, paged, part.group, block, ahead, low, part.length, end)
             block = self.block_of(table, ahead + WARPS, end)
-            for head in range_constexpr(self.heads):
-                self.multiply(full, head, queries, acc, largest, weights, tile + i * WARPS, low, part.length, scale)
+            self.multiply(full, queries, acc, largest, weights, tile + i * WARPS, low, part.length, scale)
             full, free = self.next_stage(ring, full), self.next_stage(ring, free)
         # Other lanes have read what this one is about to overwrite.
         cute.arch.sync_warp()
@@ -316,25 +315,21 @@ class DecodeAttention(jit.Kernel):
 
     @cute.jit
     def multiply(
-        self, stage: Uint32, head: cutlass.Constexpr, queries: cute.Tensor, acc: cute.Tensor, largest: cute.Tensor,
-        weights: cute.Tensor, tile: Int32, low: Int32, high: Int32, scale: Float32,
+        self, stage: Uint32, queries: cute.Tensor, acc: cute.Tensor, largest: cute.Tensor, weights: cute.Tensor,
+        tile: Int32, low: Int32, high: Int32, scale: Float32,
     ) -> None:  # fmt: skip
-        """One head of a tile: scores, weights, and the weighted sum of values. Keys are the rows of the scores and
-        dimensions those of the sums, query heads the columns of both, eight at a time.
+        """One tile: scores, weights, and the weighted sum of values. Keys are the rows of the scores and dimensions
+        those of the sums, query heads the columns of both, eight at a time.
         """
         first = tile * TILE + cute.arch.thread_idx()[0] % WARP // 4
-        words, each = self.head_dim // 8, self.rows // 8
-        keys = self.tiles.keys(stage, head)
         shown = [seen(first + 8 * n, low, high) for n in range(2)]
-        shares, factors = [], []
-        for octet in range_constexpr(each):
-            c = [Float32(0.0)] * 4
-            for step, a in enumerate(keys):
-                at = (head * each + octet) * words + 2 * step
-                c = self.tiles.multiply_add(c, a, [queries[at], queries[at + 1]])
+        # Octets of query heads one beside the other, as each is a chain of operations that wait for one another.
+        scores = [c for head in range(self.heads) for c in self.scores(stage, head, queries)]
+        factors = []
+        for octet, c in enumerate(scores):
             # Keys g and g + 8 of column 2j + k.
             for k in range_constexpr(2):
-                at = 2 * (head * each + octet) + k
+                at = 2 * octet + k
                 values = [vector.select(shown[n], c[2 * n + k], Float32(-math.inf)) for n in range(2)]
                 top = cute.arch.fmax(values[0], values[1])
                 for offset in (4, 8, 16):
@@ -345,16 +340,29 @@ class DecodeAttention(jit.Kernel):
                 weights[at] = weights[at] * factor + (c[k] + c[2 + k])
                 largest[at] = top
                 factors.append(factor)
-            shares.append([warp_matrix.transpose(self.tiles.pair(c[2 * n], c[2 * n + 1])) for n in range(2)])
-        self.add_values(stage, head, shares, factors, acc)
+        shares = [[warp_matrix.transpose(self.tiles.pair(c[2 * n], c[2 * n + 1])) for n in range(2)] for c in scores]
+        for head in range_constexpr(self.heads):
+            self.add_values(stage, head, shares, factors, acc)
+
+    def scores(self, stage: Any, head: int, queries: Any) -> list[Any]:
+        """q · k of a head, for every octet of its query heads."""
+        words, each = self.head_dim // 8, self.rows // 8
+        keys, sums = self.tiles.keys(stage, head), []
+        for octet in range(head * each, head * each + each):
+            c = [Float32(0.0)] * 4
+            for step, a in enumerate(keys):
+                at = octet * words + 2 * step
+                c = self.tiles.multiply_add(c, a, [queries[at], queries[at + 1]])
+            sums.append(c)
+        return sums
 
     def add_values(self, stage: Any, head: int, shares: Any, factors: Any, acc: Any) -> None:
         """acc · factor + values · shares; products in the order of `Tiles.values`, of every octet of query heads."""
         each = self.rows // 8
         for piece in range(self.tiles.value_pieces):
             for n, values in enumerate(self.tiles.values(stage, head, piece)):
-                for octet in range(each):
-                    at = (head * each + octet) * (self.head_dim // 4) + 4 * (4 * piece + n)
+                for octet in range(head * each, head * each + each):
+                    at = octet * (self.head_dim // 4) + 4 * (4 * piece + n)
                     c = [acc[at + i] * factors[2 * octet + i % 2] for i in range(4)]
                     for i, value in enumerate(self.tiles.multiply_add(c, values, shares[octet])):
                         acc[at + i] = value
