@@ -13,7 +13,7 @@ pytest.importorskip("cutlass")
 from rose_dist.kernels import binary, jit, launch, registry
 from rose_dist.kernels.arch import ARCHS, HOPPER, Arch
 from rose_dist.kernels.cute.attention_results import THREADS, WARPS
-from rose_dist.kernels.cute.paged_attention_decode import BLOCKS_PER_SM, DecodeAttention
+from rose_dist.kernels.cute.paged_attention_decode import DecodeAttention
 from rose_dist.kernels.jit import Binary
 from tests.kernels import emulation
 from tests.kernels.test_paged_attention import Cache, assert_close, attend, exact
@@ -51,13 +51,13 @@ def test_tensor_cores_fed_by_asynchronous_copies(binaries: list[Binary]) -> None
         assert text.count("cvt.rn.f16x2.e4m3x2") == (kernel.tiles.bytes // 64 if kernel.tiles.fp8 else 0)
 
 
-def test_two_blocks_fit_on_an_sm_and_have_enough_under_way(binaries: list[Binary]) -> None:
+def test_blocks_fit_on_an_sm_and_have_enough_under_way(binaries: list[Binary]) -> None:
     for compiled in binaries:
         kernel, facts = compiled.kernel, binary.facts(compiled)
         assert isinstance(kernel, DecodeAttention)
         assert facts.stack_bytes == 0
-        assert BLOCKS_PER_SM * THREADS * facts.registers <= 65536
-        assert BLOCKS_PER_SM * WARPS * kernel.distance * kernel.tiles.bytes >= 128 << 10
+        assert kernel.blocks_per_sm * THREADS * facts.registers <= 65536
+        assert kernel.blocks_per_sm * WARPS * kernel.distance * kernel.tiles.bytes >= 128 << 10
         assert kernel.results.bytes <= (kernel.stages - kernel.distance) * kernel.tiles.bytes
 
 

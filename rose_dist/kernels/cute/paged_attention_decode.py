@@ -30,8 +30,6 @@ from rose_dist.kernels.paged_attention import TILE, UNLIMITED
 from rose_dist.kernels.variants import WARP
 
 MOST_STAGES = 6
-BLOCKS_PER_SM = 2
-"""While one waits or merges, the other's copies keep the memory busy. A thread may have 255 registers."""
 SM_SHARED_BYTES, BLOCK_OVERHEAD_BYTES = 228 << 10, (1 << 10) + 128
 """Shared memory of an SM, Hopper's and Blackwell's, and what a block takes beside tiles and scalars."""
 ROW_BYTES = 256
@@ -95,6 +93,13 @@ class DecodeAttention(jit.Kernel):
     """Whether the launch before writes nothing but queries and each request's last key and value."""
 
     @property
+    def blocks_per_sm(self) -> int:
+        """While one waits or merges, the others' copies keep the memory busy. A thread of two may have 255 registers, of
+        three 168, which is enough for one small head, whose parts have few bytes.
+        """
+        return 3 if self.results.rows * self.head_dim <= 512 else 2
+
+    @property
     def rows(self) -> int:
         """Query heads a key head, padded."""
         return 16 if self.wide_group else 8
@@ -111,7 +116,7 @@ class DecodeAttention(jit.Kernel):
     def stages(self) -> int:
         """Tiles in a warp's ring, as many as shared memory has room for."""
         scalars = WARPS * self.results.rows * 8 + THREADS * self.results.kept_words * 4
-        room = SM_SHARED_BYTES // BLOCKS_PER_SM - BLOCK_OVERHEAD_BYTES - scalars
+        room = SM_SHARED_BYTES // self.blocks_per_sm - BLOCK_OVERHEAD_BYTES - scalars
         return min(room // (WARPS * self.tiles.bytes), MOST_STAGES)
 
     @property
@@ -135,14 +140,14 @@ class DecodeAttention(jit.Kernel):
         """Strides in elements; groups: of key heads; group: query heads a key head; `scale` is that of the scores times
         log2 e.
         """
-        blocks = vector.min_of(requests * groups * most_splits, sms * BLOCKS_PER_SM)
+        blocks = vector.min_of(requests * groups * most_splits, sms * self.blocks_per_sm)
         self.kernel(
             q, q_stride, keys, values, slot_stride, head_stride, tables, table_stride, first_blocks, lengths, live_rows,
             sinks, out, partials, counters, requests, groups, group, window, most_splits, scale,
             value_scale,
         ).launch(
             grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True,
-            min_blocks_per_mp=BLOCKS_PER_SM, preferred_smem_carveout=100,
+            min_blocks_per_mp=self.blocks_per_sm, preferred_smem_carveout=100,
         )  # fmt: skip
 
     @cute.kernel
