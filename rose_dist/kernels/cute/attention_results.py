@@ -6,13 +6,14 @@ A result is, for each query head of a key head, the sums Σ exp2(s − m) · v, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rose_dist.kernels import ptx, vector, warp_matrix
-from rose_dist.kernels.dsl import TYPES, Float32, Int32, Int64, Uint32, cute, range_constexpr
+from rose_dist.kernels.dsl import TYPES, Boolean, Float32, Int32, Int64, Uint32, cute, range_constexpr
 from rose_dist.kernels.paged_attention import partial_floats
 from rose_dist.kernels.variants import WARP
 
@@ -27,16 +28,21 @@ NOTHING = -1e30
 
 @dataclass(frozen=True)
 class Results:
-    """Results of `rows` query heads: in shared memory one a warp of the block, in global memory one a part of the keys.
-    Every thread merges some dimensions of one head.
+    """Results of `heads` key heads' query heads, `group_rows` each: in shared memory one a warp of the block, in global
+    memory one a part of the keys. Every thread merges some dimensions of one head.
 
     A warp's sums lie in its ring of tiles, 16-byte pieces of a row in an order that spreads them over the banks; its
     largest scores and sums of weights lie elsewhere, in `Scalars`.
     """
 
     head_dim: int
-    rows: int
+    heads: int
+    group_rows: int
     dtype: torch.dtype
+
+    @property
+    def rows(self) -> int:
+        return self.heads * self.group_rows
 
     @property
     def bytes(self) -> int:
@@ -123,6 +129,50 @@ class Results:
             sums = [_scaled_sum(a, keep, b, factor) for a, b in zip(sums, added, strict=True)]
             largest = top
         return largest, weights, sums
+
+    @cute.jit
+    def finish(
+        self, sums: list[Any], scalars: cute.Tensor, arrived: cute.Tensor, merged: Uint32, out: Int64, parts: Int64,
+        counter: Int64, sinks: Int64, first_head: Int32, group: Int32, split: Int32, opening: Int32, splits: Int32,
+        alone: Boolean, last: Boolean, value_scale: Float32,
+    ) -> None:  # fmt: skip
+        """Merge the warps' results of part `split`, and further parts of the request: with those before, if this block
+        has all of them (`alone`), else with all, if this is the block's `last` and all others are done. A block barrier
+        before it has made the warps' results visible; another one in it says that they have been read.
+
+        counter: u32, 0 between launches. Every block adds the number of its parts, from `opening` on, after it has
+        written them (release); who completes the number has thereby seen the others' (acquire) and sets it back.
+        """
+        row, column = self.place()
+        # With fewer query heads than rows, some have nothing to write.
+        head, query = row // self.group_rows, row % self.group_rows
+        mine = first_head + head * group + query
+        sink = Float32(NOTHING)
+        if (sinks != 0) & (query < group):
+            sink = vector.scalar(sinks + Int64(mine) * 4, Float32)[0] * Float32(1 / math.log(2))
+        target = out + Int64((head * group + query) * self.head_dim + column) * self.dtype.itemsize
+        own = parts + Int64(row * self.pitch) * 4
+        state = self.merge_warps(sums, scalars)
+        if alone:
+            if split == 0:
+                self.keep(merged, self.nothing())
+            whole = self.merge([state], self.kept(merged), [True])
+            if last & (query < group):
+                self.write(target, whole, sink, value_scale)
+            self.keep(merged, whole)
+        elif query < group:
+            self.write_part(own + Int64(split) * self.part_bytes, column, state)
+        cute.arch.sync_threads()
+        if vector.select(alone, Boolean(False), last):
+            thread = cute.arch.thread_idx()[0]
+            if thread == 0:
+                arrived[0] = ptx.fetch_add(counter, Uint32(split - opening + 1), "gpu")
+            cute.arch.sync_threads()
+            if arrived[0] + Uint32(split - opening + 1) == Uint32(splits):
+                if query < group:
+                    self.write(target, self.merge_parts(own, column, splits), sink, value_scale)
+                if thread == 0:
+                    ptx.store_relaxed(counter, Uint32(0), "gpu")
 
     def keep(self, kept: Any, state: Any) -> None:
         """Put this thread's state where `kept` finds it."""

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from rose_dist.kernels import jit, ptx, vector, warp_matrix
+from rose_dist.kernels import jit, vector, warp_matrix
 from rose_dist.kernels.arch import Arch
-from rose_dist.kernels.cute.attention_results import NOTHING, THREADS, WARPS, Results, exp2
-from rose_dist.kernels.cute.kv_tiles import Tiles, seen
+from rose_dist.kernels.cute.attention_products import Products
+from rose_dist.kernels.cute.attention_results import NOTHING, THREADS, WARPS, Results
+from rose_dist.kernels.cute.kv_tiles import Tiles
 from rose_dist.kernels.cute.split_items import Batch, Part, after, last_begins, run_of_block
 from rose_dist.kernels.dsl import (
     Boolean,
@@ -94,8 +95,8 @@ class DecodeAttention(jit.Kernel):
 
     @property
     def blocks_per_sm(self) -> int:
-        """While one waits or merges, the others' copies keep the memory busy. A thread of two may have 255 registers, of
-        three 168, which is enough for one small head, whose parts have few bytes.
+        """While one waits or merges, the others' copies keep the memory busy. A thread of two may have 255 registers,
+        of three 168, which is enough for one small head, whose parts have few bytes.
         """
         return 3 if self.results.rows * self.head_dim <= 512 else 2
 
@@ -110,7 +111,11 @@ class DecodeAttention(jit.Kernel):
 
     @property
     def results(self) -> Results:
-        return Results(self.head_dim, self.heads * self.rows, self.dtype)
+        return Results(self.head_dim, self.heads, self.rows, self.dtype)
+
+    @property
+    def products(self) -> Products:
+        return Products(self.tiles, self.rows)
 
     @property
     def stages(self) -> int:
@@ -160,6 +165,8 @@ class DecodeAttention(jit.Kernel):
         rings = Uint32(cute.arch.alloc_smem(Uint32, WARPS * self.ring_bytes // 4, alignment=16).toint())
         scalars = self.results.allocate_scalars()
         arrived = cute.make_tensor(cute.arch.alloc_smem(Uint32, 1), cute.make_layout(1))
+        # Every warp's results, at a part's end.
+        sums = [rings + Uint32(warp * self.ring_bytes + self.distance * self.tiles.bytes) for warp in range(WARPS)]
         ring = rings + Uint32(cute.arch.thread_idx()[0] // WARP * self.ring_bytes)
         queries = cute.make_rmem_tensor(self.heads * self.rows // 8 * (self.head_dim // 8), Uint32)
         # What each thread has merged of a request whose parts are all this block's.
@@ -185,7 +192,7 @@ class DecodeAttention(jit.Kernel):
         block = blocks[-1]
         while row >= 0:
             first = Int64(row) * q_stride + Int64(head) * (group * self.heads * self.head_dim)
-            self.load_queries(q + first * self.dtype.itemsize, group, queries)
+            self.products.load_queries(q + first * self.dtype.itemsize, group, queries)
             current = Part(row, length, head, split, place)
             following = after(batch, current, line_end)
             next_table, next_blocks = self.look_up(paged, batch, following)
@@ -195,8 +202,8 @@ class DecodeAttention(jit.Kernel):
             changes = (following.request != row) | (following.group != head)
             cute.arch.sync_threads()
             work = Int64(row) * groups + head
-            self.finish(
-                rings, scalars, arrived, merged,
+            self.results.finish(
+                sums, scalars, arrived, merged,
                 out + work * (self.heads * self.head_dim * self.dtype.itemsize) * group,
                 partials + work * most_splits * self.results.part_bytes, counters + work * 4, sinks,
                 head * (self.heads * group), group, split, opening, batch.splits(length), alone, changes, value_scale,
@@ -248,20 +255,6 @@ class DecodeAttention(jit.Kernel):
                 )  # fmt: skip
             warp_matrix.commit_copies()
 
-    def load_queries(self, q: Any, group: Any, queries: Any) -> None:
-        """Of every key head, query heads g and g + 8 in the order that `Tiles.keys` has."""
-        g = cute.arch.thread_idx()[0] % WARP // 4
-        words = [
-            word
-            for head in range(self.heads)
-            for half in range(self.rows // 8)
-            for word in self.tiles.queries(
-                q + Int64(head * group) * (self.head_dim * self.dtype.itemsize), g + 8 * half, group
-            )
-        ]
-        for i, word in enumerate(words):
-            queries[i] = word
-
     @cute.jit
     def first_block(self, first_blocks: Int64, row: Int64) -> Int64:
         """What block the request's table starts with."""
@@ -302,7 +295,7 @@ class DecodeAttention(jit.Kernel):
             warp_matrix.await_copies(self.distance - 1)
             self.copy_if(Boolean(True), free, paged, part.group, block, ahead, low, part.length, end)
             block = self.block_of(table, ahead + WARPS, end)
-            self.multiply(full, queries, acc, largest, weights, tile + i * WARPS, low, part.length, scale)
+            self.products.multiply(full, queries, acc, largest, weights, tile + i * WARPS, low, part.length, scale)
             full, free = self.next_stage(ring, full), self.next_stage(ring, free)
         # Other lanes have read what this one is about to overwrite.
         cute.arch.sync_warp()
@@ -317,103 +310,3 @@ class DecodeAttention(jit.Kernel):
         """The place after `place` in the ring."""
         after = place + Uint32(self.tiles.bytes)
         return Uint32(vector.select(after == ring + Uint32(self.ring_bytes), ring, after))
-
-    @cute.jit
-    def multiply(
-        self, stage: Uint32, queries: cute.Tensor, acc: cute.Tensor, largest: cute.Tensor, weights: cute.Tensor,
-        tile: Int32, low: Int32, high: Int32, scale: Float32,
-    ) -> None:  # fmt: skip
-        """One tile: scores, weights, and the weighted sum of values. Keys are the rows of the scores and dimensions
-        those of the sums, query heads the columns of both, eight at a time.
-        """
-        first = tile * TILE + cute.arch.thread_idx()[0] % WARP // 4
-        shown = [seen(first + 8 * n, low, high) for n in range(2)]
-        # Octets of query heads one beside the other, as each is a chain of operations that wait for one another.
-        scores = [c for head in range(self.heads) for c in self.scores(stage, head, queries)]
-        factors = []
-        for octet, c in enumerate(scores):
-            # Keys g and g + 8 of column 2j + k.
-            for k in range_constexpr(2):
-                at = 2 * octet + k
-                values = [vector.select(shown[n], c[2 * n + k], Float32(-math.inf)) for n in range(2)]
-                top = cute.arch.fmax(values[0], values[1])
-                for offset in (4, 8, 16):
-                    top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=offset))
-                top = cute.arch.fmax(top * scale, largest[at])
-                factor = exp2(largest[at] - top)
-                c[k], c[2 + k] = (exp2(value * scale - top) for value in values)
-                weights[at] = weights[at] * factor + (c[k] + c[2 + k])
-                largest[at] = top
-                factors.append(factor)
-        shares = [[warp_matrix.transpose(self.tiles.pair(c[2 * n], c[2 * n + 1])) for n in range(2)] for c in scores]
-        for head in range_constexpr(self.heads):
-            self.add_values(stage, head, shares, factors, acc)
-
-    def scores(self, stage: Any, head: int, queries: Any) -> list[Any]:
-        """q · k of a head, for every octet of its query heads."""
-        words, each = self.head_dim // 8, self.rows // 8
-        keys, sums = self.tiles.keys(stage, head), []
-        for octet in range(head * each, head * each + each):
-            c = [Float32(0.0)] * 4
-            for step, a in enumerate(keys):
-                at = octet * words + 2 * step
-                c = self.tiles.multiply_add(c, a, [queries[at], queries[at + 1]])
-            sums.append(c)
-        return sums
-
-    def add_values(self, stage: Any, head: int, shares: Any, factors: Any, acc: Any) -> None:
-        """acc · factor + values · shares; products in the order of `Tiles.values`, of every octet of query heads."""
-        each = self.rows // 8
-        for piece in range(self.tiles.value_pieces):
-            for n, values in enumerate(self.tiles.values(stage, head, piece)):
-                for octet in range(head * each, head * each + each):
-                    at = octet * (self.head_dim // 4) + 4 * (4 * piece + n)
-                    c = [acc[at + i] * factors[2 * octet + i % 2] for i in range(4)]
-                    for i, value in enumerate(self.tiles.multiply_add(c, values, shares[octet])):
-                        acc[at + i] = value
-
-    @cute.jit
-    def finish(
-        self, rings: Uint32, scalars: cute.Tensor, arrived: cute.Tensor, merged: Uint32, out: Int64, parts: Int64,
-        counter: Int64, sinks: Int64, first_head: Int32, group: Int32, split: Int32, opening: Int32, splits: Int32,
-        alone: Boolean, last: Boolean, value_scale: Float32,
-    ) -> None:  # fmt: skip
-        """Merge the warps' results of part `split`, and further parts of the request: with those before, if this block
-        has all of them (`alone`), else with all, if this is the block's `last` and all others are done. A block barrier
-        before it has made the warps' results visible; another one in it says that they have been read.
-
-        counter: u32, 0 between launches. Every block adds the number of its parts, from `opening` on, after it has
-        written them (release); who completes the number has thereby seen the others' (acquire) and sets it back.
-        """
-        results = self.results
-        row, column = results.place()
-        # With fewer query heads than rows, some have nothing to write.
-        head, query = row // self.rows, row % self.rows
-        mine = first_head + head * group + query
-        sink = Float32(NOTHING)
-        if (sinks != 0) & (query < group):
-            sink = vector.scalar(sinks + Int64(mine) * 4, Float32)[0] * Float32(1 / math.log(2))
-        target = out + Int64((head * group + query) * self.head_dim + column) * self.dtype.itemsize
-        own = parts + Int64(row * results.pitch) * 4
-        place = rings + Uint32(self.distance * self.tiles.bytes)
-        state = results.merge_warps([place + Uint32(warp * self.ring_bytes) for warp in range(WARPS)], scalars)
-        if alone:
-            if split == 0:
-                results.keep(merged, results.nothing())
-            whole = results.merge([state], results.kept(merged), [True])
-            if last & (query < group):
-                results.write(target, whole, sink, value_scale)
-            results.keep(merged, whole)
-        elif query < group:
-            results.write_part(own + Int64(split) * results.part_bytes, column, state)
-        cute.arch.sync_threads()
-        if last & (alone == False):  # noqa: E712 - traced
-            thread = cute.arch.thread_idx()[0]
-            if thread == 0:
-                arrived[0] = ptx.fetch_add(counter, Uint32(split - opening + 1), "gpu")
-            cute.arch.sync_threads()
-            if arrived[0] + Uint32(split - opening + 1) == Uint32(splits):
-                if query < group:
-                    results.write(target, results.merge_parts(own, column, splits), sink, value_scale)
-                if thread == 0:
-                    ptx.store_relaxed(counter, Uint32(0), "gpu")
