@@ -28,7 +28,7 @@ from rose_dist.kernels.formats import (
     Scale,
     ScaleLayout,
 )  # fmt: skip
-from rose_dist.kernels.variants import DECODE_SHAPES, ROW_SHAPES
+from rose_dist.kernels.variants import DECODE_SHAPES, QUANTIZE_SHAPES
 
 
 def quantize(
@@ -75,7 +75,7 @@ def quantize(
         output = BlockOutput(fmt, layout, columns)
         from rose_dist.kernels.cute import quantize as cute  # noqa: PLC0415 - it loads the compiler
 
-        launcher = cute.quantizer(device.arch, x.dtype, ROW_SHAPES.select(rows // device.sms), vector_bytes, output)
+        launcher = cute.quantizer(device.arch, x.dtype, QUANTIZE_SHAPES.select(rows // device.sms), vector_bytes, output)
         launch.run(launcher, x, x, x.stride(0), codes, scales, layout.padded_rows(rows), global_scale, live_rows, rows)
     return codes, scales
 

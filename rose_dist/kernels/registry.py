@@ -25,8 +25,8 @@ from rose_dist.kernels.cute.network_combine import LandResultRows, LandResults
 from rose_dist.kernels.cute.network_dispatch import LandRecords
 from rose_dist.kernels.cute.paged_attention_decode import DecodeAttention
 from rose_dist.kernels.cute.qk_norm import QKNormRope
-from rose_dist.kernels.cute.quantize import Dequantize, Quantize, decoded_count
-from rose_dist.kernels.cute.rms_norm import RMSNorm
+from rose_dist.kernels.cute.quantize import Dequantize, decoded_count, quantize_kernel
+from rose_dist.kernels.cute.rms_norm import norm_kernel
 from rose_dist.kernels.cute.routing import Route
 from rose_dist.kernels.cute.small_linear import COLUMNS, SmallLinear
 from rose_dist.kernels.cute.swiglu import GatedActivation
@@ -49,6 +49,7 @@ from rose_dist.kernels.variants import (
     DECODE_SHAPES,
     EXPERT_SHAPES,
     LINEAR_SHAPES,
+    QUANTIZE_SHAPES,
     ROTARY_BYTES,
     ROUTERS,
     ROW_SHAPES,
@@ -134,17 +135,15 @@ def scale_layouts(fmt: BlockFormat, arch: Arch) -> list[ScaleLayout]:
 
 def _norms(arch: Arch) -> Iterator[Kernel]:
     dtype, width = torch.bfloat16, arch.vector_bytes
-    count = width // dtype.itemsize
     for hidden in (64, 128, *HIDDEN, 16384):
         for shape in ROW_SHAPES.variants:
             for residual in (False, True):
-                yield RMSNorm(arch, dtype, dtype, tile(hidden // count, width, shape), width, 0.0, residual, None)
+                yield norm_kernel(arch, dtype, dtype, hidden, shape, width, 0.0, residual, None)
     for hidden in HIDDEN:
         for fmt in (FP8, MXFP8):
-            for shape in ROW_SHAPES.variants:
+            for shape in QUANTIZE_SHAPES.variants:
                 output = BlockOutput(fmt, scale_layouts(fmt, arch)[-1], hidden)
-                tiling = tile(hidden // count, width, shape, group=output.lanes(count))
-                yield RMSNorm(arch, dtype, dtype, tiling, width, 0.0, True, output)
+                yield norm_kernel(arch, dtype, dtype, hidden, shape, width, 0.0, True, output)
 
 
 def _qk_norms(arch: Arch) -> Iterator[Kernel]:
@@ -281,13 +280,11 @@ def _embeddings(arch: Arch) -> Iterator[Kernel]:
 
 def _quantizers(arch: Arch) -> Iterator[Kernel]:
     dtype, width = torch.bfloat16, arch.vector_bytes
-    count = width // dtype.itemsize
     for fmt in FORMATS.values():
         for layout in scale_layouts(fmt, arch):
             output = BlockOutput(fmt, layout, QUANTIZED_COLUMNS)
-            for shape in ROW_SHAPES.variants:
-                tiling = tile(QUANTIZED_COLUMNS // count, width, shape, group=output.lanes(count))
-                yield Quantize(arch, dtype, tiling, width, output)
+            for shape in QUANTIZE_SHAPES.variants:
+                yield quantize_kernel(arch, dtype, shape, width, output)
             for shape in DECODE_SHAPES.variants:
                 tiling = tile(QUANTIZED_COLUMNS // decoded_count(arch, dtype), width, shape)
                 yield Dequantize(arch, dtype, tiling, width, output)

@@ -42,6 +42,12 @@ class RowShape:
     """Bytes a thread should have in flight; at least one vector."""
     threads: int
     """Threads a block should have; a long row takes more."""
+    lane_bytes: int = 0
+    """Neighbouring bytes that a lane takes at a time, where one vector is less."""
+
+    def lane_elements(self, columns: int, vector_bytes: int, itemsize: int) -> int:
+        """Neighbouring elements of a row of `columns` that a lane takes at a time: whole vectors, a divisor."""
+        return math.gcd(columns, max(self.lane_bytes, vector_bytes) // itemsize)
 
 
 @dataclass(frozen=True)
@@ -71,8 +77,15 @@ ROW_SHAPES = Ranges(
     (0, 1, 8),
     (RowShape(bytes=16, threads=32), RowShape(bytes=16, threads=128), RowShape(bytes=64, threads=128)),
 )
-
-
+QUANTIZE_SHAPES = Ranges(
+    (0, 1, 8),
+    (
+        RowShape(bytes=16, threads=32),
+        RowShape(bytes=16, threads=128),
+        RowShape(bytes=64, threads=128, lane_bytes=32),
+    ),
+)
+"""As `ROW_SHAPES`, for kernels that quantise: a block over fewer lanes takes fewer shuffles and wider stores."""
 ACTIVATION_SHAPES = Ranges(
     (0, 1, 8), (RowShape(bytes=32, threads=32), RowShape(bytes=32, threads=128), RowShape(bytes=128, threads=128))
 )

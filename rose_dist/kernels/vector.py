@@ -154,10 +154,10 @@ def square_sum(values: Any) -> Any:
 
 def largest_magnitude(values: list[Any]) -> Any:
     """Bits of the largest |value| of fp32s as a u32, in which NaN > inf > every number."""
-    largest = ptx.bits(values[0]) & Uint32(0x7FFFFFFF)
+    largest = ptx.absolute(values[0])
     for value in values[1:]:
-        largest = max_u32(largest, ptx.bits(value) & Uint32(0x7FFFFFFF))
-    return largest
+        largest = cute.arch.fmax(largest, ptx.absolute(value), nan=True)
+    return ptx.bits(largest)
 
 
 def _tensor(address: Any, dtype: Any, count: int, vector_bytes: int) -> Any:

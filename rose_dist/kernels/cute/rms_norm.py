@@ -29,10 +29,19 @@ def launcher(
     arch: Arch, dtype: torch.dtype, weight_dtype: torch.dtype, hidden: int, shape: RowShape, vector_bytes: int,
     weight_bias: float, residual: bool, quantized: BlockOutput | None,
 ) -> jit.Launcher:  # fmt: skip
-    count = vector_bytes // dtype.itemsize
+    return jit.load(
+        norm_kernel(arch, dtype, weight_dtype, hidden, shape, vector_bytes, weight_bias, residual, quantized)
+    )
+
+
+def norm_kernel(
+    arch: Arch, dtype: torch.dtype, weight_dtype: torch.dtype, hidden: int, shape: RowShape, vector_bytes: int,
+    weight_bias: float, residual: bool, quantized: BlockOutput | None,
+) -> RMSNorm:  # fmt: skip
+    count = shape.lane_elements(hidden, vector_bytes, dtype.itemsize)
     group = 1 if quantized is None else quantized.lanes(count)
-    tiling = tile(hidden // count, vector_bytes, shape, group=group)
-    return jit.load(RMSNorm(arch, dtype, weight_dtype, tiling, vector_bytes, weight_bias, residual, quantized))
+    tiling = tile(hidden // count, count * dtype.itemsize, shape, group=group)
+    return RMSNorm(arch, dtype, weight_dtype, tiling, count, vector_bytes, weight_bias, residual, quantized)
 
 
 @dataclass(frozen=True)
@@ -42,15 +51,12 @@ class RMSNorm(jit.Kernel):
     dtype: torch.dtype
     weight_dtype: torch.dtype
     tiling: RowTiling
+    count: int
+    """Elements that a lane takes at a time."""
     vector_bytes: int
     weight_bias: float
     residual: bool
     quantized: BlockOutput | None
-
-    @property
-    def count(self) -> int:
-        """Elements of a vector."""
-        return self.vector_bytes // self.dtype.itemsize
 
     @cute.jit
     def __call__(
