@@ -11,7 +11,7 @@ from typing import Any
 from rose_dist.kernels import ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.dsl import Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr, cute, cutlass
-from rose_dist.kernels.formats import E2M1_MAX, E4M3_MAX, MIN_AMAX, BlockFormat, BlockOutput, Element, Scale
+from rose_dist.kernels.formats import E4M3_MAX, MIN_AMAX, BlockFormat, BlockOutput, Element, Scale
 
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
 _E8M0_NAN = 0xFF
@@ -168,7 +168,7 @@ def _e2m1(values: list[Any], factor: Any) -> Any:
     instruction.
 
     Up to 4, e2m1 has the steps of fp32 around 2^23: 1/2 below, 1 above. So adding 2^23 − 2 to a magnitude v rounds it,
-    and the sum's bits count the code up. Above 4 they count too fast; there 2^23 + v/2 has the code, and below too much.
+    and the sum's bits count the code up. Above 4 they count too fast: there 2^23 + v/2 has the code, below too much.
     """
     fields = []
     for value in values:

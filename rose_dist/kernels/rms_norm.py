@@ -8,7 +8,7 @@ from torch import Tensor
 from rose_dist.kernels import checks, launch
 from rose_dist.kernels.formats import BlockFormat, BlockOutput, ScaleLayout
 from rose_dist.kernels.quantize import quantize
-from rose_dist.kernels.variants import QUANTIZE_SHAPES, ROW_SHAPES
+from rose_dist.kernels.row_tiling import QUANTIZE_SHAPES, ROW_SHAPES
 
 MAX_HIDDEN = 16384
 

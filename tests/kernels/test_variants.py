@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from rose_dist.kernels import launch
 from rose_dist.kernels.arch import BLACKWELL, HOPPER
-from rose_dist.kernels.variants import COUNTING_ROUTERS, ROUTERS, ROW_SHAPES, Ranges, RowShape, router_shape, tile
+from rose_dist.kernels.row_tiling import ROW_SHAPES, RowShape, tile
+from rose_dist.kernels.variants import COUNTING_ROUTERS, ROUTERS, Ranges, router_shape
 
 
 @given(

@@ -11,7 +11,7 @@ from rose_dist.kernels import block_scale, jit, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.dsl import TYPES, Boolean, Float32, Int32, Int64, Stream, cute, range_constexpr
 from rose_dist.kernels.formats import BlockOutput
-from rose_dist.kernels.variants import RowShape, RowTiling, tile
+from rose_dist.kernels.row_tiling import RowShape, RowTiling, tile
 
 
 @cache
