@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rose_dist.kernels import ptx, vector
+from rose_dist.kernels import ptx, vector, warp_matrix
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.dsl import Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr, cute, cutlass
 from rose_dist.kernels.formats import E4M3_MAX, MIN_AMAX, BlockFormat, BlockOutput, Element, Scale
@@ -183,8 +183,10 @@ def _e2m1(values: list[Any], factor: Any) -> Any:
 
 def _top_bytes(values: list[Any]) -> Any:
     """The sign's byte of 2 or 4 fp32s, side by side in a u32."""
-    pairs = [ptx.permute(ptx.bits(a), ptx.bits(b), 0x0073) for a, b in zip(values[::2], values[1::2], strict=True)]
-    return pairs[0] if len(pairs) == 1 else ptx.permute(pairs[0], pairs[1], 0x5410)
+    pairs = [
+        warp_matrix.permute(ptx.bits(a), ptx.bits(b), 0x0073) for a, b in zip(values[::2], values[1::2], strict=True)
+    ]
+    return pairs[0] if len(pairs) == 1 else warp_matrix.permute(pairs[0], pairs[1], 0x5410)
 
 
 def _unpack(element: Element, arch: Arch, word: Any) -> list[Any]:

@@ -300,13 +300,6 @@ def multiply_add(a: Any, b: Any, c: Any, *, loc: Any = None, ip: Any = None) -> 
 
 
 @dsl_user_op
-def permute(a: Any, b: Any, selector: int, *, loc: Any = None, ip: Any = None) -> Any:
-    """Four bytes of two u32: digit i of `selector`, from the right, says which of a's 0-3 and b's 4-7 is byte i."""
-    text = f"prmt.b32 $0, $1, $2, {selector:#06x};"
-    return Uint32(_asm(text, "=r,r,r", T.i32(), Uint32(a), Uint32(b), volatile=False, loc=loc, ip=ip))
-
-
-@dsl_user_op
 def to_bf16x2(low: Any, high: Any, *, loc: Any = None, ip: Any = None) -> Any:
     """Two fp32 as bf16 in a u32, nearest even."""
     text = "cvt.rn.bf16x2.f32 $0, $2, $1;"

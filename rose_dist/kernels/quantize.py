@@ -166,7 +166,7 @@ def reference(x: Tensor, fmt: BlockFormat, global_scale: Tensor | None = None) -
         inverse, stored = _e8m0(largest, finite, fmt) if fmt.scale is Scale.E8M0 else _e4m3(largest, global_scale)
         scaled = torch.where(finite[..., None], values * inverse[..., None], 0.0)
         stored = torch.where(finite, stored, 255 if fmt.scale is Scale.E8M0 else 0x7F).to(torch.uint8)
-    scaled = scaled.reshape(rows, -1)[:, :columns]
+    scaled = scaled.reshape(rows, padded.shape[1])[:, :columns]
     return _element_codes(scaled, fmt.element), stored.view(fmt.scale.value)
 
 
