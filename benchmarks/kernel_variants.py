@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -62,9 +63,20 @@ def _holding(module: ModuleType, name: str, variant: Any, call: Call) -> Call:
     def other() -> Any:
         table = getattr(module, name)
         setattr(module, name, Ranges((0,), (variant,)))
+        _forget()
         try:
             return call()
         finally:
             setattr(module, name, table)
+            _forget()
 
     return other
+
+
+def _forget() -> None:
+    """Choices that public functions remember; loaded kernels stay."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("rose_dist.kernels.") and not name.startswith("rose_dist.kernels.cute"):
+            for value in list(vars(module).values()):
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()

@@ -102,7 +102,7 @@ def _cluster_sum(value: Float32, tiling: cutlass.Constexpr) -> Float32:
     lane = thread % 32
     if lane < tiling.splits:
         place = Uint32(partial.iterator.toint()) + Uint32(block * warps + thread // 32) * Uint32(4)
-        ptx.cluster_store_shared(place, Uint32(lane), value)
+        ptx.cluster_store_shared(place, Uint32(lane), ptx.bits(value))
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
     value = Float32(0.0)
