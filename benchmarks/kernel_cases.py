@@ -214,7 +214,10 @@ def routers(peers: Peers) -> Iterator[Case]:
                 call = functools.partial(route, logits, router, bias=bias, counts=counts)
                 name = f"route {router.score.value}{' + counts' if counts else ''}"
                 same = {"torch (top-k, softmax)": topk} if router.score is not Score.SIGMOID and not counts else {}
-                yield Case(name, f"{tokens}x{experts} top {router.k}", call, 0, same, topk if same else None)
+                yield Case(
+                    name, f"{tokens}x{experts} top {router.k}", call, 0, same, topk if same else None,
+                    kernel_variants.routers(tokens, counts=counts, call=call),
+                )  # fmt: skip
 
 
 def embeddings(peers: Peers) -> Iterator[Case]:

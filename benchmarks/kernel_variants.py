@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.graphs import Call
 from rose_dist.kernels import quantize, rms_norm, swiglu, variants
 from rose_dist.kernels.row_tiling import CLUSTER_SHAPE, RowShape
-from rose_dist.kernels.variants import Ranges
+from rose_dist.kernels.variants import Ranges, RouterShape
 
 FEW_ROWS = 132
 """Below, the tables choose their first shape on an H200."""
@@ -46,6 +46,13 @@ def rotary(tokens: int, call: Call) -> dict[str, Call]:
     if tokens < FEW_ROWS:
         return {}
     return {f"{size} B of heads a lane": _holding(variants, "ROTARY_BYTES", size, call) for size in (64, 256)}
+
+
+def routers(tokens: int, *, counts: bool, call: Call) -> dict[str, Call]:
+    """Two launches instead of one cluster."""
+    if not counts or not 64 < tokens < 129:
+        return {}
+    return {"two launches": _holding(variants, "COUNTING_ROUTERS", RouterShape(warps=4, cluster=0), call)}
 
 
 def _clusters(name: str, hidden: int, call: Call) -> dict[str, Call]:

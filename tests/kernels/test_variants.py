@@ -48,7 +48,7 @@ def test_a_table_must_start_at_zero_and_grow() -> None:
 
 def test_router_shapes() -> None:
     assert router_shape(1, counts=True).cluster == 1
-    for tokens in range(1, 65):
+    for tokens in range(1, 129):
         shape = router_shape(tokens, counts=True)
         assert shape.cluster * shape.warps >= tokens
     assert router_shape(10_000, counts=True).cluster == 0
