@@ -14,17 +14,20 @@ from rose_dist.kernels.variants import Ranges, RouterShape
 FEW_ROWS = 132
 """Below, the tables choose their first shape on an H200."""
 
+WIDE = RowShape(bytes=32, threads=32, lane_bytes=32)
+
 
 def quantisers(rows: int, call: Call) -> dict[str, Call]:
-    """The tiling that every quantiser had before, and a wider one."""
+    """The tiling that every quantiser had before, and a wider one; of few rows a wider one only."""
     if rows < FEW_ROWS:
-        return {}
+        return {"32 B a lane": _holding(quantize, "QUANTIZE_SHAPES", WIDE, call)}
     return {f"{size} B a lane": _holding(quantize, "QUANTIZE_SHAPES", _streaming(64, size), call) for size in (16, 64)}
 
 
 def quantized_norms(rows: int, hidden: int, call: Call) -> dict[str, Call]:
     if rows < FEW_ROWS:
-        return _clusters("QUANTIZE_SHAPES", hidden, call)
+        wide = {"32 B a lane": _holding(rms_norm, "QUANTIZE_SHAPES", WIDE, call)}
+        return wide | _clusters("QUANTIZE_SHAPES", hidden, call)
     return {f"{size} B a lane": _holding(rms_norm, "QUANTIZE_SHAPES", _streaming(64, size), call) for size in (16, 64)}
 
 
