@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.earlier_attention.paged_attention import partial_floats
-from rose_dist.kernels import ptx, vector, warp_matrix
+from rose_dist.kernels import ptx, ptx_numbers, vector, warp_matrix
 from rose_dist.kernels.dsl import TYPES, Float32, Int32, Int64, Uint32, cute, range_constexpr
 from rose_dist.kernels.variants import WARP
 
@@ -127,30 +127,30 @@ class Results:
         """A warp's result for this thread's dimensions."""
         place = Uint32(held.toint()) + Uint32(warp * self.bytes) + Uint32(row * (self.pitch * 4))
         sums = [
-            ptx.from_bits(word)
+            ptx_numbers.from_bits(word)
             for i in range(0, self.each, 4)
             for word in warp_matrix.load_shared_16b(place + Uint32(column * 4) + Uint32(i * 4))
         ]
         last = warp_matrix.load_shared_16b(place + Uint32(self.head_dim * 4))
-        return ptx.from_bits(last[0]), ptx.from_bits(last[1]), sums
+        return ptx_numbers.from_bits(last[0]), ptx_numbers.from_bits(last[1]), sums
 
     def read_partial(self, partial: Any, column: Any) -> Any:
         """Another block's result for this thread's dimensions."""
         sums = [
-            ptx.from_bits(word)
+            ptx_numbers.from_bits(word)
             for i in range(0, self.each, 4)
             for word in ptx.load_16b(partial + Int64(column + i) * 4)
         ]
         last = ptx.load_16b(partial + self.head_dim * 4)
-        return ptx.from_bits(last[0]), ptx.from_bits(last[1]), sums
+        return ptx_numbers.from_bits(last[0]), ptx_numbers.from_bits(last[1]), sums
 
     def write_partial(self, partial: Any, column: Any, state: Any) -> None:
         largest, weights, sums = state
         for i in range(0, self.each, 4):
-            ptx.store_16b(partial + Int64(column + i) * 4, tuple(ptx.bits(value) for value in sums[i : i + 4]))
-        last = ptx.bits(weights)
+            ptx.store_16b(partial + Int64(column + i) * 4, tuple(ptx_numbers.bits(value) for value in sums[i : i + 4]))
+        last = ptx_numbers.bits(weights)
         # Every thread of the row writes the same.
-        ptx.store_16b(partial + self.head_dim * 4, (ptx.bits(largest), last, last, last))
+        ptx.store_16b(partial + self.head_dim * 4, (ptx_numbers.bits(largest), last, last, last))
 
     @cute.jit
     def merge_splits(self, partials: Int64, column: Int32, splits: Int32) -> Any:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from benchmarks.earlier_attention.paged_attention import TILE
-from rose_dist.kernels import ptx, vector, warp_matrix
+from rose_dist.kernels import ptx_numbers, vector, warp_matrix
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Uint32, cute, dsl_user_op, range_constexpr
-from rose_dist.kernels.ptx import _asm
+from rose_dist.kernels.inline_asm import asm as _asm
 from rose_dist.kernels.variants import WARP
 
 LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632
@@ -132,7 +132,7 @@ class Tiles:
 
     def pair(self, low: Any, high: Any) -> Any:
         """Two fp32 as a word of what is multiplied."""
-        return warp_matrix.to_f16x2(low, high) if self.fp8 else ptx.to_bf16x2(low, high)
+        return warp_matrix.to_f16x2(low, high) if self.fp8 else ptx_numbers.to_bf16x2(low, high)
 
     def multiply_add(self, c: Any, a: Any, b: Any) -> Any:
         return warp_matrix.multiply_add(c, a, b, "f16" if self.fp8 else "bf16")
@@ -145,7 +145,7 @@ def seen(tile: Any, token: Any, low: Any, high: Any) -> Any:
 
 
 def _widen_bf16x2(word: Any) -> tuple[Any, Any]:
-    return ptx.from_bits(word << Uint32(16)), ptx.from_bits(word & Uint32(0xFFFF0000))
+    return ptx_numbers.from_bits(word << Uint32(16)), ptx_numbers.from_bits(word & Uint32(0xFFFF0000))
 
 
 @dsl_user_op

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rose_dist.kernels import ptx, vector, warp_matrix
+from rose_dist.kernels import ptx, ptx_numbers, vector, warp_matrix
 from rose_dist.kernels.dsl import TYPES, Boolean, Float32, Int32, Int64, Uint32, cute, range_constexpr
 from rose_dist.kernels.paged_attention import partial_floats
 from rose_dist.kernels.variants import WARP
@@ -110,7 +110,7 @@ class Results:
                 for word in warp_matrix.load_shared_16b(self.piece(first, row, column // 4 + i))
             ]
             at = (warp * self.rows + row) * 2
-            parts.append((scalars[at], scalars[at + 1], [ptx.from_bits(word) for word in words]))
+            parts.append((scalars[at], scalars[at + 1], [ptx_numbers.from_bits(word) for word in words]))
         return self.merge(parts, self.nothing(), [True] * len(parts))
 
     def nothing(self) -> Any:
@@ -185,7 +185,7 @@ class Results:
     def kept(self, kept: Any) -> Any:
         place = kept + Uint32(ptx.thread_index() * (self.kept_words * 4))
         words = [
-            ptx.from_bits(word)
+            ptx_numbers.from_bits(word)
             for i in range(0, self.kept_words, 4)
             for word in warp_matrix.load_shared_16b(place + Uint32(i * 4))
         ]
@@ -194,18 +194,20 @@ class Results:
     def read_part(self, part: Any, column: Any) -> Any:
         """Another block's result for this thread's dimensions; `part`: of its row."""
         sums = [
-            ptx.from_bits(word) for i in range(0, self.each, 4) for word in ptx.load_16b(part + Int64(column + i) * 4)
+            ptx_numbers.from_bits(word)
+            for i in range(0, self.each, 4)
+            for word in ptx.load_16b(part + Int64(column + i) * 4)
         ]
         last = ptx.load_16b(part + self.head_dim * 4)
-        return ptx.from_bits(last[0]), ptx.from_bits(last[1]), sums
+        return ptx_numbers.from_bits(last[0]), ptx_numbers.from_bits(last[1]), sums
 
     def write_part(self, part: Any, column: Any, state: Any) -> None:
         largest, weights, sums = state
         for i in range(0, self.each, 4):
-            ptx.store_16b(part + Int64(column + i) * 4, tuple(ptx.bits(value) for value in sums[i : i + 4]))
-        last = ptx.bits(weights)
+            ptx.store_16b(part + Int64(column + i) * 4, tuple(ptx_numbers.bits(value) for value in sums[i : i + 4]))
+        last = ptx_numbers.bits(weights)
         # Every thread of the row writes the same.
-        ptx.store_16b(part + self.head_dim * 4, (ptx.bits(largest), last, last, last))
+        ptx.store_16b(part + self.head_dim * 4, (ptx_numbers.bits(largest), last, last, last))
 
     @cute.jit
     def merge_parts(self, parts: Int64, column: Int32, splits: Int32) -> Any:
@@ -242,4 +244,4 @@ def exp2(x: Any) -> Any:
 
 def _scaled_sum(a: Any, by: Any, b: Any, by_too: Any) -> Any:
     """a · by + b · by_too, each product rounded, so that no compiler can choose which one to fuse."""
-    return ptx.product(a, by) + ptx.product(b, by_too)
+    return ptx_numbers.product(a, by) + ptx_numbers.product(b, by_too)

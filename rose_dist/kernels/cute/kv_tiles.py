@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rose_dist.kernels import ptx, vector, warp_matrix
+from rose_dist.kernels import ptx_numbers, vector, warp_matrix
 from rose_dist.kernels.dsl import Int32, Int64, Uint32, cute, range_constexpr
 from rose_dist.kernels.paged_attention import TILE
 from rose_dist.kernels.variants import WARP
@@ -171,7 +171,7 @@ class Tiles:
 
     def pair(self, low: Any, high: Any) -> Any:
         """Two fp32 as a word of what is multiplied."""
-        return warp_matrix.to_f16x2(low, high) if self.fp8 else ptx.to_bf16x2(low, high)
+        return warp_matrix.to_f16x2(low, high) if self.fp8 else ptx_numbers.to_bf16x2(low, high)
 
     def multiply_add(self, c: Any, a: Any, b: Any) -> Any:
         return warp_matrix.multiply_add(c, a, b, "f16" if self.fp8 else "bf16")
@@ -188,4 +188,4 @@ def _bytes(position: Any, low: Any, high: Any, size: int) -> Any:
 
 
 def _widen_bf16x2(word: Any) -> tuple[Any, Any]:
-    return ptx.from_bits(word << Uint32(16)), ptx.from_bits(word & Uint32(0xFFFF0000))
+    return ptx_numbers.from_bits(word << Uint32(16)), ptx_numbers.from_bits(word & Uint32(0xFFFF0000))
