@@ -1,0 +1,358 @@
+"""Expert layers of many rows on Hopper: weights, decoded into registers, times rows of x in shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from rose_dist.kernels import jit, ptx, vector
+from rose_dist.kernels.arch import Arch
+from rose_dist.kernels.cute.expert_segments import count_segments, list_even_segments, load_experts
+from rose_dist.kernels.cute.expert_slots import shared_integers
+from rose_dist.kernels.cute.mxfp4_operands import barrier, decode, load_shared, next_stage, store_shared_word, wait
+from rose_dist.kernels.cute.swiglu import clamped_swiglu_value
+from rose_dist.kernels.dsl import (
+    BFloat16,
+    Float32,
+    Int32,
+    Int64,
+    Stream,
+    Uint8,
+    Uint32,
+    const_expr,
+    cute,
+    cutlass,
+    range_constexpr,
+)  # fmt: skip
+from rose_dist.kernels.mxfp4_layout import CODE_BYTES, TILE_BYTES
+from rose_dist.kernels.variants import WARP
+from rose_dist.kernels.warpgroup_matrix import (
+    CELL_BYTES,
+    await_products,
+    await_sums,
+    commit_products,
+    fence_products,
+    multiply_add_async,
+    right_operand,
+)
+from rose_dist.kernels.warpgroup_tiling import WARPGROUP, WarpgroupTiling
+
+SEGMENTS = 1024
+"""Most (expert, rows of x at a time) pairs of a launch."""
+_CELLS = 4
+"""Of 8 columns, in a scale block."""
+
+
+@cache
+def launcher(arch: Arch, experts: int, tiles: int, tiling: WarpgroupTiling, gated: bool) -> jit.Launcher:
+    return jit.load(WarpgroupExpertGemm(arch, experts, tiles, tiling, gated))
+
+
+@dataclass(frozen=True)
+class WarpgroupExpertGemm(jit.Kernel):
+    """The results of `mxfp4_experts_prefill.ExpertGemm`, bit for bit up to how tensor cores add.
+
+    A block takes items, each some groups of 32 matrix rows times up to 128 rows of x; neighbouring blocks take
+    neighbouring items, and so share weights and rows in L2. Weights are decoded into the left operand. A warp has half
+    of its 32 rows under way while it decodes the other half, and another warpgroup's products fill what is left.
+
+    The decoded columns of a lane, 8q … 8q + 7 of a scale block, are not those that the instruction wants; the feeding
+    warps put the columns of x in the same order, by pairs, as they copy them through registers.
+
+    experts, tiles, gated: as there.
+    """
+
+    experts: int
+    tiles: int
+    tiling: WarpgroupTiling
+    gated: bool
+
+    @cute.jit
+    def __call__(
+        self, weights: Int64, rescale: Int64, bias: Int64, x: Int64, counts: Int64, offsets: Int64, out: Int64,
+        alpha: Float32, limit: Float32, blocks: Int32, stream: Stream,
+    ) -> None:  # fmt: skip
+        """Addresses as in `ExpertLinear`."""
+        self.kernel(weights, rescale, bias, x, counts, offsets, out, alpha, limit).launch(
+            grid=[blocks, 1, 1], block=[self.tiling.threads, 1, 1], smem=self.tiling.shared_bytes, stream=stream,
+            use_pdl=True, min_blocks_per_mp=1, preferred_smem_carveout=100,
+        )  # fmt: skip
+
+    @property
+    def groups(self) -> int:
+        """Items that a segment needs."""
+        return -(-self.tiles // self.tiling.warps)
+
+    @cute.kernel
+    def kernel(
+        self, weights: Int64, rescale: Int64, bias: Int64, x: Int64, counts: Int64, offsets: Int64, out: Int64,
+        alpha: Float32, limit: Float32,
+    ) -> None:  # fmt: skip
+        tiling = self.tiling
+        thread = cute.arch.thread_idx()[0]
+        shared = Int32(cute.arch.get_dyn_smem(Uint8, alignment=128).toint())
+        segments = [shared_integers(SEGMENTS) for _ in range(4)]
+        starts = shared_integers(self.experts + 1)
+        if thread < 2 * tiling.stages:
+            arrivals = vector.select(thread < tiling.stages, Int32(tiling.feeders), Int32(tiling.warps))
+            cute.arch.mbarrier_init(barrier(shared, thread), arrivals)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        mine = load_experts(counts, offsets, rescale, self.experts, tiling.threads)
+        count_segments(mine, starts, tiling.rows, self.experts, tiling.threads)
+        items = starts[self.experts] * self.groups
+        list_even_segments(mine, starts, segments, self.experts)
+        warp = cute.arch.make_warp_uniform(thread // WARP)
+        if warp >= tiling.warps:
+            cute.arch.setmaxregister_decrease(tiling.registers[0])
+            self.feed(shared, weights, x, segments, items, warp - tiling.warps)
+        else:
+            cute.arch.setmaxregister_increase(tiling.registers[1])
+            self.compute(shared, bias, out, alpha, limit, segments, items, warp)
+
+    @cute.jit
+    def feed(
+        self, shared: Int32, weights: Int64, x: Int64, segments: list[cute.Tensor], items: Int32, feeder: Int32
+    ) -> None:
+        """A feeding warp. As many as are needed to hold a stage's rows of x are a team; teams take turns.
+
+        A warp has loads of x for its next stage under way while it waits to store those of this one.
+        """
+        tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
+        held = cute.make_rmem_tensor(tiling.feeder_rows // 8 * tiling.step_columns * 4, Int32)
+        base = Int32(0)
+        for item in range(cute.arch.block_idx()[0], items, cute.arch.grid_dim()[0]):
+            segment, group = item // self.groups, item % self.groups
+            expert, start, count = [values[segment] for values in segments[:3]]
+            team = Int32(tiling.feeders)
+            if count <= tiling.feeder_rows:
+                team = Int32(1)
+            elif count <= 2 * tiling.feeder_rows:
+                team = Int32(2)
+            member, turn, teams = feeder % team, feeder // team, tiling.feeders // team
+            first = member * tiling.feeder_rows
+            tile = group * tiling.warps
+            source = weights + (Int64(expert) * self.tiles + tile + lane) * (tiling.columns * TILE_BYTES)
+            rows = self.row_addresses(x, start, first, count)
+            self.load_rows(held, rows, turn, first, count)
+            for step in range(turn, tiling.steps, teams):
+                number = base + step
+                stage = number % tiling.stages
+                # A fresh barrier lets a wait for the phase before its first one pass.
+                wait(barrier(shared, stage + tiling.stages), (number // tiling.stages & 1) ^ 1)
+                full = barrier(shared, stage)
+                target = shared + tiling.ring_offset + stage * tiling.stage_bytes
+                if member == 0:
+                    self.copy_weights(target + tiling.x_bytes, source, step, self.tiles - tile, full)
+                self.store_rows(target, held, first, count)
+                # What this thread has stored, tensor cores read through another path than its own loads.
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.sync_warp()
+                if lane < teams:
+                    cute.arch.mbarrier_arrive(full)
+                if step + teams < tiling.steps:
+                    self.load_rows(held, rows, step + teams, first, count)
+            base += tiling.steps
+
+    @cute.jit
+    def copy_weights(self, target: Int32, source: Int64, step: Int32, left: Int32, full: cute.Pointer) -> None:
+        """Start copying a stage's piece of each tile row, a lane each. `left`: tile rows from the first one on."""
+        tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
+        size, here = tiling.tile_row_bytes, vector.min_of(Int32(tiling.warps), left)
+        if lane == 0:
+            cute.arch.mbarrier_expect_tx(full, here * size)
+        cute.arch.sync_warp()
+        if lane < here:
+            ptx.copy_to_shared(target + lane * size, source + Int64(step) * size, size, full.toint())
+
+    def row_addresses(self, x: Any, start: Any, first: Any, count: Any) -> Any:
+        """Where this lane's 16 bytes begin in its row of each 8; in the last row in place of any beyond."""
+        lane = cute.arch.thread_idx()[0] % WARP
+        rows = [
+            vector.min_of(first + 8 * i + lane // 4, count - 1) + start for i in range(self.tiling.feeder_rows // 8)
+        ]
+        return [x + Int64(row) * (self.tiling.columns * 64) + lane % 4 * 16 for row in rows]
+
+    @cute.jit
+    def load_rows(self, held: cute.Tensor, rows: list[Int64], step: Int32, first: Int32, count: Int32) -> None:
+        """Start loading a stage's rows into registers."""
+        behind = Int64(step) * (self.tiling.step_columns * 64)
+        for i in range_constexpr(self.tiling.feeder_rows // 8):
+            if first + 8 * i < count:
+                for block in range_constexpr(self.tiling.step_columns):
+                    words = ptx.load_16b(rows[i] + (behind + block * 64))
+                    for j in range_constexpr(4):
+                        held[(i * self.tiling.step_columns + block) * 4 + j] = words[j]
+
+    @cute.jit
+    def store_rows(self, target: Int32, held: cute.Tensor, first: Int32, count: Int32) -> None:
+        """Word j of lane q's four, columns 8q + 2j and the next, is word q of a block's cell j."""
+        lane = cute.arch.thread_idx()[0] % WARP
+        own = target + (first + lane // 4) * CELL_BYTES + lane % 4 * 4
+        for i in range_constexpr(self.tiling.feeder_rows // 8):
+            if first + 8 * i < count:
+                for block in range_constexpr(self.tiling.step_columns):
+                    for j in range_constexpr(4):
+                        cell = (block * _CELLS + j) * self.tiling.rows + 8 * i
+                        word = held[(i * self.tiling.step_columns + block) * 4 + j]
+                        store_shared_word(own + cell * CELL_BYTES, word)
+
+    @cute.jit
+    def compute(
+        self, shared: Int32, bias: Int64, out: Int64, alpha: Float32, limit: Float32, segments: list[cute.Tensor],
+        items: Int32, warp: Int32,
+    ) -> None:  # fmt: skip
+        """A computing warp: one tile row of each item. One without does the last one's again, and writes nothing."""
+        tiling = self.tiling
+        lane = cute.arch.thread_idx()[0] % WARP
+        stage, parity = Int32(0), Int32(0)
+        sums = cute.make_rmem_tensor(tiling.rows, Float32)
+        for item in range(cute.arch.block_idx()[0], items, cute.arch.grid_dim()[0]):
+            segment, group = item // self.groups, item % self.groups
+            expert, start, count, factor = [values[segment] for values in segments]
+            tile = group * tiling.warps + warp
+            place = vector.min_of(warp, self.tiles - 1 - group * tiling.warps)
+            if tile - warp % WARPGROUP < self.tiles:
+                for i in range_constexpr(len(tiling.widths)):
+                    least = 0 if i == 0 else tiling.widths[i - 1]
+                    if (count > least) & (count <= tiling.widths[i]):
+                        self.accumulate(shared, sums, place, stage, parity, tiling.widths[i])
+            else:
+                self.pass_over(shared, stage, parity)
+            stage, parity = self.after_item(stage, parity)
+            if tile < self.tiles:
+                for half in range_constexpr(2):
+                    pair = tile * 16 + half * 8 + lane // 4
+                    words = Uint32(0)
+                    if bias != 0:
+                        words = Uint32(vector.scalar(bias + (Int64(expert) * (16 * self.tiles) + pair) * 4, Uint32)[0])
+                    target = out + (Int64(start) * (16 * self.tiles) + pair) * self.pair_bytes
+                    self.write(sums, half, words, target, count, factor, alpha, limit)
+
+    @cute.jit
+    def after_item(self, stage: Int32, parity: Int32) -> tuple[Int32, Int32]:
+        """The stage and parity that come after an item's."""
+        steps, stages = self.tiling.steps, self.tiling.stages
+        stage += steps % stages
+        parity ^= steps // stages & 1
+        if stage >= stages:
+            stage -= stages
+            parity ^= 1
+        return stage, parity
+
+    @cute.jit
+    def pass_over(self, shared: Int32, stage: Int32, parity: Int32) -> None:
+        """Free an item's stages: a warpgroup that has no tile row."""
+        for _ in range(self.tiling.steps):
+            wait(barrier(shared, stage), parity)
+            self.release(shared, stage)
+            stage, parity = next_stage(stage, parity, self.tiling.stages)
+
+    @cute.jit
+    def release(self, shared: Int32, stage: Int32) -> None:
+        cute.arch.sync_warp()
+        if cute.arch.thread_idx()[0] % WARP == 0:
+            cute.arch.mbarrier_arrive(barrier(shared, stage + self.tiling.stages))
+
+    @cute.jit
+    def accumulate(
+        self, shared: Int32, sums: cute.Tensor, place: Int32, stage: Int32, parity: Int32, width: cutlass.Constexpr
+    ) -> None:
+        """An item's products, for `width` rows of x.
+
+        Up to three halves of a tile are live: two that are multiplied and one that is decoded. The first half of the
+        next stage is decoded at the end of a turn, not at the start: or the assembler, which loses sight of the
+        products under way there, has each wait for the one before (ptxas C7513).
+        """
+        tiling = self.tiling
+        for half in range_constexpr(2):
+            for i in range_constexpr(width // 2):
+                sums[half * (tiling.rows // 2) + i] = Float32(0.0)
+        codes = cute.make_rmem_tensor(5 * tiling.step_columns, Uint32)
+        left = cute.make_rmem_tensor(8, Uint32)
+        wait(barrier(shared, stage), parity)
+        self.load_codes(shared, stage, place, codes)
+        self.decode_half(codes, 0, left)
+        before = stage
+        for step in range(tiling.steps):
+            ring = shared + tiling.ring_offset + stage * tiling.stage_bytes
+            for i in range_constexpr(2 * tiling.step_columns):
+                self.multiply(ring, i, left, sums, width)
+                if const_expr(i + 1 < 2 * tiling.step_columns):
+                    self.decode_half(codes, i + 1, left)
+                else:
+                    before = stage
+                    stage, parity = next_stage(stage, parity, tiling.stages)
+                    if step + 1 < tiling.steps:
+                        wait(barrier(shared, stage), parity)
+                        self.load_codes(shared, stage, place, codes)
+                    self.decode_half(codes, 0, left)
+                await_products(1)
+                if const_expr(i == 0):
+                    if step > 0:
+                        self.release(shared, before)
+        self.await_all(sums, width)
+        self.release(shared, before)
+
+    def load_codes(self, shared: Any, stage: Any, place: Any, codes: Any) -> None:
+        """A stage's codes and scales, 5 words a block."""
+        tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
+        weights = shared + tiling.ring_offset + tiling.x_bytes + stage * tiling.stage_bytes
+        weights += place * tiling.tile_row_bytes
+        for block in range(tiling.step_columns):
+            words = load_shared(weights + block * TILE_BYTES + lane * 16, 4)
+            words += load_shared(weights + block * TILE_BYTES + CODE_BYTES + lane // 4 * 4, 1)
+            for i, word in enumerate(words):
+                codes[5 * block + i] = word
+
+    def decode_half(self, codes: Any, number: int, left: Any) -> None:
+        """Half `number` of a stage, 16 rows by a scale block, as the left operands of two products."""
+        block, half = divmod(number, 2)
+        first, second = (decode(codes[5 * block + i], codes[5 * block + 4], i) for i in (2 * half, 2 * half + 1))
+        for k in range(4):
+            left[2 * k], left[2 * k + 1] = first[k], second[k]
+
+    def multiply(self, ring: Any, number: int, left: Any, sums: Any, width: int) -> None:
+        """Start the products of a stage's half `number`."""
+        block, half = divmod(number, 2)
+        rows, at = self.tiling.rows, half * (self.tiling.rows // 2)
+        fence_products()
+        total = [sums[at + i] for i in range(width // 2)]
+        for k in range(2):
+            right = right_operand(ring + (block * _CELLS + 2 * k) * (rows * CELL_BYTES), rows)
+            total = multiply_add_async(total, [left[4 * k + i] for i in range(4)], right)
+        commit_products()
+        for i, value in enumerate(total):
+            sums[at + i] = value
+
+    def await_all(self, sums: Any, width: int) -> None:
+        places = [half * (self.tiling.rows // 2) + i for half in range(2) for i in range(width // 2)]
+        for place, value in zip(places, await_sums([sums[place] for place in places]), strict=True):
+            sums[place] = value
+
+    @property
+    def pair_bytes(self) -> int:
+        """Bytes of what two rows of a matrix give."""
+        return 2 if self.gated else 4
+
+    @cute.jit
+    def write(
+        self, sums: cute.Tensor, half: int, words: Uint32, target: Int64, count: Int32, factor: Int32, alpha: Float32,
+        limit: Float32,
+    ) -> None:  # fmt: skip
+        """Results of 16 matrix rows; `target` is where the segment's first row has this lane's pair."""
+        lane, scale = cute.arch.thread_idx()[0] % WARP, ptx.from_bits(Uint32(factor))
+        low, high = ptx.from_bits(words << Uint32(16)), ptx.from_bits(words & Uint32(0xFFFF0000))
+        for tile in range_constexpr(self.tiling.rows // 8):
+            if tile * 8 < count:
+                for i in range_constexpr(2):
+                    at = half * (self.tiling.rows // 2) + tile * 4 + i
+                    even, odd, row = sums[at] * scale + low, sums[at + 2] * scale + high, tile * 8 + lane % 4 * 2 + i
+                    if row < count:
+                        place = target + Int64(row) * (16 * self.tiles * self.pair_bytes)
+                        if const_expr(self.gated):
+                            vector.scalar(place, BFloat16)[0] = BFloat16(clamped_swiglu_value(even, odd, alpha, limit))
+                        else:
+                            vector.scalar(place, Uint32)[0] = ptx.to_bf16x2(even, odd)
