@@ -36,7 +36,7 @@ from rose_dist.kernels.warpgroup_matrix import (
     multiply_add_async,
     right_operand,
 )
-from rose_dist.kernels.warpgroup_tiling import WARPGROUP, WarpgroupTiling
+from rose_dist.kernels.warpgroup_tiling import FEEDER_ROWS, WARPGROUP, WarpgroupTiling
 
 SEGMENTS = 1024
 """Most (expert, rows of x at a time) pairs of a launch."""
@@ -121,22 +121,23 @@ class WarpgroupExpertGemm(jit.Kernel):
         A warp has loads of x for its next stage under way while it waits to store those of this one.
         """
         tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
-        held = cute.make_rmem_tensor(tiling.feeder_rows // 8 * tiling.step_columns * 4, Int32)
+        held = cute.make_rmem_tensor(FEEDER_ROWS // 8 * tiling.step_columns * 4, Int32)
         base = Int32(0)
         for item in range(cute.arch.block_idx()[0], items, cute.arch.grid_dim()[0]):
             segment, group = item // self.groups, item % self.groups
             expert, start, count = [values[segment] for values in segments[:3]]
             team = Int32(tiling.feeders)
-            if count <= tiling.feeder_rows:
+            if count <= FEEDER_ROWS:
                 team = Int32(1)
-            elif count <= 2 * tiling.feeder_rows:
+            elif count <= 2 * FEEDER_ROWS:
                 team = Int32(2)
             member, turn, teams = feeder % team, feeder // team, tiling.feeders // team
-            first = member * tiling.feeder_rows
+            first = member * FEEDER_ROWS
             tile = group * tiling.warps
             source = weights + (Int64(expert) * self.tiles + tile + lane) * (tiling.columns * TILE_BYTES)
             rows = self.row_addresses(x, start, first, count)
-            self.load_rows(held, rows, turn, first, count)
+            if turn < tiling.steps:
+                self.load_rows(held, rows, turn, first, count)
             for step in range(turn, tiling.steps, teams):
                 number = base + step
                 stage = number % tiling.stages
@@ -171,7 +172,7 @@ class WarpgroupExpertGemm(jit.Kernel):
         """Where this lane's 16 bytes begin in its row of each 8; in the last row in place of any beyond."""
         lane = cute.arch.thread_idx()[0] % WARP
         rows = [
-            vector.min_of(first + 8 * i + lane // 4, count - 1) + start for i in range(self.tiling.feeder_rows // 8)
+            vector.min_of(first + 8 * i + lane // 4, count - 1) + start for i in range(FEEDER_ROWS // 8)
         ]
         return [x + Int64(row) * (self.tiling.columns * 64) + lane % 4 * 16 for row in rows]
 
@@ -179,7 +180,7 @@ class WarpgroupExpertGemm(jit.Kernel):
     def load_rows(self, held: cute.Tensor, rows: list[Int64], step: Int32, first: Int32, count: Int32) -> None:
         """Start loading a stage's rows into registers."""
         behind = Int64(step) * (self.tiling.step_columns * 64)
-        for i in range_constexpr(self.tiling.feeder_rows // 8):
+        for i in range_constexpr(FEEDER_ROWS // 8):
             if first + 8 * i < count:
                 for block in range_constexpr(self.tiling.step_columns):
                     words = ptx.load_16b(rows[i] + (behind + block * 64))
@@ -191,7 +192,7 @@ class WarpgroupExpertGemm(jit.Kernel):
         """Word j of lane q's four, columns 8q + 2j and the next, is word q of a block's cell j."""
         lane = cute.arch.thread_idx()[0] % WARP
         own = target + (first + lane // 4) * CELL_BYTES + lane % 4 * 4
-        for i in range_constexpr(self.tiling.feeder_rows // 8):
+        for i in range_constexpr(FEEDER_ROWS // 8):
             if first + 8 * i < count:
                 for block in range_constexpr(self.tiling.step_columns):
                     for j in range_constexpr(4):
@@ -206,30 +207,55 @@ class WarpgroupExpertGemm(jit.Kernel):
     ) -> None:  # fmt: skip
         """A computing warp: one tile row of each item. One without does the last one's again, and writes nothing."""
         tiling = self.tiling
-        lane = cute.arch.thread_idx()[0] % WARP
         stage, parity = Int32(0), Int32(0)
-        sums = cute.make_rmem_tensor(tiling.rows, Float32)
         for item in range(cute.arch.block_idx()[0], items, cute.arch.grid_dim()[0]):
             segment, group = item // self.groups, item % self.groups
-            expert, start, count, factor = [values[segment] for values in segments]
             tile = group * tiling.warps + warp
-            place = vector.min_of(warp, self.tiles - 1 - group * tiling.warps)
             if tile - warp % WARPGROUP < self.tiles:
-                for i in range_constexpr(len(tiling.widths)):
-                    least = 0 if i == 0 else tiling.widths[i - 1]
-                    if (count > least) & (count <= tiling.widths[i]):
-                        self.accumulate(shared, sums, place, stage, parity, tiling.widths[i])
+                rows = [values[segment] for values in segments]
+                self.take(shared, bias, out, alpha, limit, rows, tile, stage, parity, 0)
             else:
                 self.pass_over(shared, stage, parity)
             stage, parity = self.after_item(stage, parity)
-            if tile < self.tiles:
-                for half in range_constexpr(2):
-                    pair = tile * 16 + half * 8 + lane // 4
-                    words = Uint32(0)
-                    if bias != 0:
-                        words = Uint32(vector.scalar(bias + (Int64(expert) * (16 * self.tiles) + pair) * 4, Uint32)[0])
-                    target = out + (Int64(start) * (16 * self.tiles) + pair) * self.pair_bytes
-                    self.write(sums, half, words, target, count, factor, alpha, limit)
+
+    @cute.jit
+    def take(
+        self, shared: Int32, bias: Int64, out: Int64, alpha: Float32, limit: Float32, rows: list[Int32], tile: Int32,
+        stage: Int32, parity: Int32, number: cutlass.Constexpr,
+    ) -> None:  # fmt: skip
+        """An item, with the least of the widths from that `number` on that holds its rows.
+
+        Each width has its sums and their way out to itself: where they met, the assembler would run out of registers,
+        and have each product wait for the one before (ptxas C7512).
+        """
+        width = self.tiling.widths[number]
+        if const_expr(width == self.tiling.rows):
+            self.finish(shared, bias, out, alpha, limit, rows, tile, stage, parity, number)
+        elif rows[2] <= width:
+            self.finish(shared, bias, out, alpha, limit, rows, tile, stage, parity, number)
+        else:
+            self.take(shared, bias, out, alpha, limit, rows, tile, stage, parity, number + 1)
+
+    @cute.jit
+    def finish(
+        self, shared: Int32, bias: Int64, out: Int64, alpha: Float32, limit: Float32, rows: list[Int32], tile: Int32,
+        stage: Int32, parity: Int32, number: cutlass.Constexpr,
+    ) -> None:  # fmt: skip
+        """An item's products and results."""
+        lane, width = cute.arch.thread_idx()[0] % WARP, self.tiling.widths[number]
+        expert, start, count, factor = rows
+        sums = cute.make_rmem_tensor(width, Float32)
+        sums.fill(0.0)
+        self.accumulate(shared, sums, vector.min_of(tile, Int32(self.tiles - 1)), stage, parity, width)
+        if tile < self.tiles:
+            for half in range_constexpr(2):
+                pair = tile * 16 + half * 8 + lane // 4
+                words = Uint32(0)
+                if bias != 0:
+                    words = Uint32(vector.scalar(bias + (Int64(expert) * (16 * self.tiles) + pair) * 4, Uint32)[0])
+                row = lane % 4 * 2
+                target = out + (Int64(start + row) * (16 * self.tiles) + pair) * self.pair_bytes
+                self.write(sums, half, words, target, count - row, factor, alpha, limit, number)
 
     @cute.jit
     def after_item(self, stage: Int32, parity: Int32) -> tuple[Int32, Int32]:
@@ -258,7 +284,7 @@ class WarpgroupExpertGemm(jit.Kernel):
 
     @cute.jit
     def accumulate(
-        self, shared: Int32, sums: cute.Tensor, place: Int32, stage: Int32, parity: Int32, width: cutlass.Constexpr
+        self, shared: Int32, sums: cute.Tensor, tile: Int32, stage: Int32, parity: Int32, width: cutlass.Constexpr
     ) -> None:
         """An item's products, for `width` rows of x.
 
@@ -266,10 +292,7 @@ class WarpgroupExpertGemm(jit.Kernel):
         next stage is decoded at the end of a turn, not at the start: or the assembler, which loses sight of the
         products under way there, has each wait for the one before (ptxas C7513).
         """
-        tiling = self.tiling
-        for half in range_constexpr(2):
-            for i in range_constexpr(width // 2):
-                sums[half * (tiling.rows // 2) + i] = Float32(0.0)
+        tiling, place = self.tiling, tile % self.tiling.warps
         codes = cute.make_rmem_tensor(5 * tiling.step_columns, Uint32)
         left = cute.make_rmem_tensor(8, Uint32)
         wait(barrier(shared, stage), parity)
@@ -280,6 +303,7 @@ class WarpgroupExpertGemm(jit.Kernel):
             ring = shared + tiling.ring_offset + stage * tiling.stage_bytes
             for i in range_constexpr(2 * tiling.step_columns):
                 self.multiply(ring, i, left, sums, width)
+                await_products(1)
                 if const_expr(i + 1 < 2 * tiling.step_columns):
                     self.decode_half(codes, i + 1, left)
                 else:
@@ -289,11 +313,10 @@ class WarpgroupExpertGemm(jit.Kernel):
                         wait(barrier(shared, stage), parity)
                         self.load_codes(shared, stage, place, codes)
                     self.decode_half(codes, 0, left)
-                await_products(1)
                 if const_expr(i == 0):
                     if step > 0:
                         self.release(shared, before)
-        self.await_all(sums, width)
+        self.settle(sums, width)
         self.release(shared, before)
 
     def load_codes(self, shared: Any, stage: Any, place: Any, codes: Any) -> None:
@@ -317,7 +340,7 @@ class WarpgroupExpertGemm(jit.Kernel):
     def multiply(self, ring: Any, number: int, left: Any, sums: Any, width: int) -> None:
         """Start the products of a stage's half `number`."""
         block, half = divmod(number, 2)
-        rows, at = self.tiling.rows, half * (self.tiling.rows // 2)
+        rows, at = self.tiling.rows, half * (width // 2)
         fence_products()
         total = [sums[at + i] for i in range(width // 2)]
         for k in range(2):
@@ -327,10 +350,10 @@ class WarpgroupExpertGemm(jit.Kernel):
         for i, value in enumerate(total):
             sums[at + i] = value
 
-    def await_all(self, sums: Any, width: int) -> None:
-        places = [half * (self.tiling.rows // 2) + i for half in range(2) for i in range(width // 2)]
-        for place, value in zip(places, await_sums([sums[place] for place in places]), strict=True):
-            sums[place] = value
+    def settle(self, sums: Any, width: int) -> None:
+        """Wait for all products."""
+        for i, value in enumerate(await_sums([sums[i] for i in range(width)])):
+            sums[i] = value
 
     @property
     def pair_bytes(self) -> int:
@@ -339,20 +362,20 @@ class WarpgroupExpertGemm(jit.Kernel):
 
     @cute.jit
     def write(
-        self, sums: cute.Tensor, half: int, words: Uint32, target: Int64, count: Int32, factor: Int32, alpha: Float32,
-        limit: Float32,
+        self, sums: cute.Tensor, half: int, words: Uint32, target: Int64, left: Int32, factor: Int32, alpha: Float32,
+        limit: Float32, number: cutlass.Constexpr,
     ) -> None:  # fmt: skip
-        """Results of 16 matrix rows; `target` is where the segment's first row has this lane's pair."""
-        lane, scale = cute.arch.thread_idx()[0] % WARP, ptx.from_bits(Uint32(factor))
+        """Results of 16 matrix rows; `target` is where this lane's first row of x has its pair, `left` rows follow."""
+        scale = ptx.from_bits(Uint32(factor))
         low, high = ptx.from_bits(words << Uint32(16)), ptx.from_bits(words & Uint32(0xFFFF0000))
-        for tile in range_constexpr(self.tiling.rows // 8):
-            if tile * 8 < count:
-                for i in range_constexpr(2):
-                    at = half * (self.tiling.rows // 2) + tile * 4 + i
-                    even, odd, row = sums[at] * scale + low, sums[at + 2] * scale + high, tile * 8 + lane % 4 * 2 + i
-                    if row < count:
-                        place = target + Int64(row) * (16 * self.tiles * self.pair_bytes)
-                        if const_expr(self.gated):
-                            vector.scalar(place, BFloat16)[0] = BFloat16(clamped_swiglu_value(even, odd, alpha, limit))
-                        else:
-                            vector.scalar(place, Uint32)[0] = ptx.to_bf16x2(even, odd)
+        width = self.tiling.widths[number]
+        for tile in range_constexpr(width // 8):
+            for i in range_constexpr(2):
+                at, row = half * (width // 2) + tile * 4 + i, tile * 8 + i
+                if row < left:
+                    even, odd = sums[at] * scale + low, sums[at + 2] * scale + high
+                    place = target + row * (16 * self.tiles * self.pair_bytes)
+                    if const_expr(self.gated):
+                        vector.scalar(place, BFloat16)[0] = BFloat16(clamped_swiglu_value(even, odd, alpha, limit))
+                    else:
+                        vector.scalar(place, Uint32)[0] = ptx.to_bf16x2(even, odd)
