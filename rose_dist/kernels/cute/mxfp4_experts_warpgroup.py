@@ -13,12 +13,12 @@ from rose_dist.kernels.cute.expert_slots import shared_integers
 from rose_dist.kernels.cute.mxfp4_operands import barrier, decode, load_shared, next_stage, store_shared_word, wait
 from rose_dist.kernels.cute.swiglu import clamped_swiglu_value
 from rose_dist.kernels.dsl import (
-    BFloat16,
     Float32,
     Int32,
     Int64,
     Stream,
     Uint8,
+    Uint16,
     Uint32,
     const_expr,
     cute,
@@ -360,22 +360,20 @@ class WarpgroupExpertGemm(jit.Kernel):
         """Bytes of what two rows of a matrix give."""
         return 2 if self.gated else 4
 
-    @cute.jit
     def write(
-        self, sums: cute.Tensor, half: int, words: Uint32, target: Int64, left: Int32, factor: Int32, alpha: Float32,
-        limit: Float32, number: cutlass.Constexpr,
+        self, sums: Any, half: int, words: Any, target: Any, left: Any, factor: Any, alpha: Any, limit: Any, number: int
     ) -> None:  # fmt: skip
         """Results of 16 matrix rows; `target` is where this lane's first row of x has its pair, `left` rows follow."""
-        scale = ptx.from_bits(Uint32(factor))
+        scale, width = ptx.from_bits(Uint32(factor)), self.tiling.widths[number]
         low, high = ptx.from_bits(words << Uint32(16)), ptx.from_bits(words & Uint32(0xFFFF0000))
-        width = self.tiling.widths[number]
-        for tile in range_constexpr(width // 8):
-            for i in range_constexpr(2):
-                at, row = half * (width // 2) + tile * 4 + i, tile * 8 + i
-                if row < left:
-                    even, odd = sums[at] * scale + low, sums[at + 2] * scale + high
-                    place = target + row * (16 * self.tiles * self.pair_bytes)
-                    if const_expr(self.gated):
-                        vector.scalar(place, BFloat16)[0] = BFloat16(clamped_swiglu_value(even, odd, alpha, limit))
-                    else:
-                        vector.scalar(place, Uint32)[0] = ptx.to_bf16x2(even, odd)
+        for tile in range(width // 8):
+            at = half * (width // 2) + tile * 4
+            pairs = [(sums[at + i] * scale + low, sums[at + 2 + i] * scale + high) for i in range(2)]
+            if self.gated:
+                both = ptx.to_bf16x2(*(clamped_swiglu_value(*pair, alpha, limit) for pair in pairs))
+                values = [Uint16(both), Uint16(both >> Uint32(16))]
+            else:
+                values = [ptx.to_bf16x2(*pair) for pair in pairs]
+            for i, value in enumerate(values):
+                row = tile * 8 + i
+                ptx.store_where(row < left, target + row * (16 * self.tiles * self.pair_bytes), value)
