@@ -57,6 +57,7 @@ from rose_dist.kernels.variants import (
     stream,
     tile,
 )  # fmt: skip
+from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES
 
 HIDDEN = (2880, 4096, 7168)
 """GPT-OSS, Qwen3-MoE 235B, DeepSeek-V3."""

@@ -83,7 +83,9 @@ def test_matches_float64(gpu: Any, gated: bool, counts: list[int], most: int) ->
 @pytest.mark.parametrize(
     ("counts", "columns", "rows"),
     [
-        ([70, 2], 64, 96), ([33, 0, 64], 160, 288), ([9, 0, 20, 57, 1, 33, 64, 17, 48], 224, 32),
+        ([70, 2], 64, 96),
+        ([33, 0, 64], 160, 288),
+        ([9, 0, 20, 57, 1, 33, 64, 17, 48], 224, 32),
         ([130, 112, 1, 90, 20], 160, 32),
     ],
     ids=str,

@@ -87,7 +87,7 @@ def test_shared_memory_under_way_may_not_be_written() -> None:
 def test_fences_are_needed() -> None:
     with pytest.raises(MissingProxyFence):
         product(*without(PROXY))
-    with pytest.raises(WarpSyncError, match="wgmma.fence"):
+    with pytest.raises(WarpSyncError, match=r"without a wgmma\.fence"):
         product(*without(FENCE))
 
 

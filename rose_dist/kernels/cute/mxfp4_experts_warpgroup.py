@@ -171,9 +171,7 @@ class WarpgroupExpertGemm(jit.Kernel):
     def row_addresses(self, x: Any, start: Any, first: Any, count: Any) -> Any:
         """Where this lane's 16 bytes begin in its row of each 8; in the last row in place of any beyond."""
         lane = cute.arch.thread_idx()[0] % WARP
-        rows = [
-            vector.min_of(first + 8 * i + lane // 4, count - 1) + start for i in range(FEEDER_ROWS // 8)
-        ]
+        rows = [vector.min_of(first + 8 * i + lane // 4, count - 1) + start for i in range(FEEDER_ROWS // 8)]
         return [x + Int64(row) * (self.tiling.columns * 64) + lane % 4 * 16 for row in rows]
 
     @cute.jit
@@ -229,7 +227,7 @@ class WarpgroupExpertGemm(jit.Kernel):
         and have each product wait for the one before (ptxas C7512).
         """
         width = self.tiling.widths[number]
-        if const_expr(width == self.tiling.rows):
+        if const_expr(width == self.tiling.rows):  # noqa: SIM114 - the other condition is the kernel's, not ours
             self.finish(shared, bias, out, alpha, limit, rows, tile, stage, parity, number)
         elif rows[2] <= width:
             self.finish(shared, bias, out, alpha, limit, rows, tile, stage, parity, number)
