@@ -10,7 +10,8 @@ from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute.expert_segments import count_segments, list_even_segments, load_experts
 from rose_dist.kernels.cute.expert_slots import shared_integers
-from rose_dist.kernels.cute.mxfp4_operands import barrier, decode, load_shared, next_stage, store_shared_word, wait
+from rose_dist.kernels.cute.mxfp4_feeder import CELLS, Feeder
+from rose_dist.kernels.cute.mxfp4_operands import barrier, decode, load_shared, next_stage, wait
 from rose_dist.kernels.cute.swiglu import clamped_swiglu_value
 from rose_dist.kernels.dsl import (
     Float32,
@@ -36,12 +37,10 @@ from rose_dist.kernels.warpgroup_matrix import (
     multiply_add_async,
     right_operand,
 )
-from rose_dist.kernels.warpgroup_tiling import FEEDER_ROWS, WARPGROUP, WarpgroupTiling
+from rose_dist.kernels.warpgroup_tiling import WARPGROUP, WarpgroupTiling
 
 SEGMENTS = 1024
 """Most (expert, rows of x at a time) pairs of a launch."""
-_CELLS = 4
-"""Of 8 columns, in a scale block."""
 
 
 @cache
@@ -51,14 +50,11 @@ def launcher(arch: Arch, experts: int, tiles: int, tiling: WarpgroupTiling, gate
 
 @dataclass(frozen=True)
 class WarpgroupExpertGemm(jit.Kernel):
-    """The results of `mxfp4_experts_prefill.ExpertGemm`, bit for bit up to how tensor cores add.
+    """The results of `mxfp4_experts_prefill.ExpertGemm`.
 
     A block takes items, each some groups of 32 matrix rows times up to 128 rows of x; neighbouring blocks take
     neighbouring items, and so share weights and rows in L2. Weights are decoded into the left operand. A warp has half
     of its 32 rows under way while it decodes the other half, and another warpgroup's products fill what is left.
-
-    The decoded columns of a lane, 8q … 8q + 7 of a scale block, are not those that the instruction wants; the feeding
-    warps put the columns of x in the same order, by pairs, as they copy them through registers.
 
     experts, tiles, gated: as there.
     """
@@ -107,96 +103,10 @@ class WarpgroupExpertGemm(jit.Kernel):
         warp = cute.arch.make_warp_uniform(thread // WARP)
         if warp >= tiling.warps:
             cute.arch.setmaxregister_decrease(tiling.registers[0])
-            self.feed(shared, weights, x, segments, items, warp - tiling.warps)
+            Feeder(self.tiles, tiling).run(shared, weights, x, segments, items, warp - tiling.warps)
         else:
             cute.arch.setmaxregister_increase(tiling.registers[1])
             self.compute(shared, bias, out, alpha, limit, segments, items, warp)
-
-    @cute.jit
-    def feed(
-        self, shared: Int32, weights: Int64, x: Int64, segments: list[cute.Tensor], items: Int32, feeder: Int32
-    ) -> None:
-        """A feeding warp. As many as are needed to hold a stage's rows of x are a team; teams take turns.
-
-        A warp has loads of x for its next stage under way while it waits to store those of this one.
-        """
-        tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
-        held = cute.make_rmem_tensor(FEEDER_ROWS // 8 * tiling.step_columns * 4, Int32)
-        base = Int32(0)
-        for item in range(cute.arch.block_idx()[0], items, cute.arch.grid_dim()[0]):
-            segment, group = item // self.groups, item % self.groups
-            expert, start, count = [values[segment] for values in segments[:3]]
-            team = Int32(tiling.feeders)
-            if count <= FEEDER_ROWS:
-                team = Int32(1)
-            elif count <= 2 * FEEDER_ROWS:
-                team = Int32(2)
-            member, turn, teams = feeder % team, feeder // team, tiling.feeders // team
-            first = member * FEEDER_ROWS
-            tile = group * tiling.warps
-            source = weights + (Int64(expert) * self.tiles + tile + lane) * (tiling.columns * TILE_BYTES)
-            rows = self.row_addresses(x, start, first, count)
-            if turn < tiling.steps:
-                self.load_rows(held, rows, turn, first, count)
-            for step in range(turn, tiling.steps, teams):
-                number = base + step
-                stage = number % tiling.stages
-                # A fresh barrier lets a wait for the phase before its first one pass.
-                wait(barrier(shared, stage + tiling.stages), (number // tiling.stages & 1) ^ 1)
-                full = barrier(shared, stage)
-                target = shared + tiling.ring_offset + stage * tiling.stage_bytes
-                if member == 0:
-                    self.copy_weights(target + tiling.x_bytes, source, step, self.tiles - tile, full)
-                self.store_rows(target, held, first, count)
-                # What this thread has stored, tensor cores read through another path than its own loads.
-                cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.sync_warp()
-                if lane < teams:
-                    cute.arch.mbarrier_arrive(full)
-                if step + teams < tiling.steps:
-                    self.load_rows(held, rows, step + teams, first, count)
-            base += tiling.steps
-
-    @cute.jit
-    def copy_weights(self, target: Int32, source: Int64, step: Int32, left: Int32, full: cute.Pointer) -> None:
-        """Start copying a stage's piece of each tile row, a lane each. `left`: tile rows from the first one on."""
-        tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
-        size, here = tiling.tile_row_bytes, vector.min_of(Int32(tiling.warps), left)
-        if lane == 0:
-            cute.arch.mbarrier_expect_tx(full, here * size)
-        cute.arch.sync_warp()
-        if lane < here:
-            ptx.copy_to_shared(target + lane * size, source + Int64(step) * size, size, full.toint())
-
-    def row_addresses(self, x: Any, start: Any, first: Any, count: Any) -> Any:
-        """Where this lane's 16 bytes begin in its row of each 8; in the last row in place of any beyond."""
-        lane = cute.arch.thread_idx()[0] % WARP
-        rows = [vector.min_of(first + 8 * i + lane // 4, count - 1) + start for i in range(FEEDER_ROWS // 8)]
-        return [x + Int64(row) * (self.tiling.columns * 64) + lane % 4 * 16 for row in rows]
-
-    @cute.jit
-    def load_rows(self, held: cute.Tensor, rows: list[Int64], step: Int32, first: Int32, count: Int32) -> None:
-        """Start loading a stage's rows into registers."""
-        behind = Int64(step) * (self.tiling.step_columns * 64)
-        for i in range_constexpr(FEEDER_ROWS // 8):
-            if first + 8 * i < count:
-                for block in range_constexpr(self.tiling.step_columns):
-                    words = ptx.load_16b(rows[i] + (behind + block * 64))
-                    for j in range_constexpr(4):
-                        held[(i * self.tiling.step_columns + block) * 4 + j] = words[j]
-
-    @cute.jit
-    def store_rows(self, target: Int32, held: cute.Tensor, first: Int32, count: Int32) -> None:
-        """Word j of lane q's four, columns 8q + 2j and the next, is word q of a block's cell j."""
-        lane = cute.arch.thread_idx()[0] % WARP
-        own = target + (first + lane // 4) * CELL_BYTES + lane % 4 * 4
-        for i in range_constexpr(FEEDER_ROWS // 8):
-            if first + 8 * i < count:
-                for block in range_constexpr(self.tiling.step_columns):
-                    for j in range_constexpr(4):
-                        cell = (block * _CELLS + j) * self.tiling.rows + 8 * i
-                        word = held[(i * self.tiling.step_columns + block) * 4 + j]
-                        store_shared_word(own + cell * CELL_BYTES, word)
 
     @cute.jit
     def compute(
@@ -342,7 +252,7 @@ class WarpgroupExpertGemm(jit.Kernel):
         fence_products()
         total = [sums[at + i] for i in range(width // 2)]
         for k in range(2):
-            right = right_operand(ring + (block * _CELLS + 2 * k) * (rows * CELL_BYTES), rows)
+            right = right_operand(ring + (block * CELLS + 2 * k) * (rows * CELL_BYTES), rows)
             total = multiply_add_async(total, [left[4 * k + i] for i in range(4)], right)
         commit_products()
         for i, value in enumerate(total):
