@@ -149,6 +149,11 @@ class StreamShape:
     """Sets of such rows in shared memory."""
     per_sm: int = 1
     """Blocks that fit on an SM: with 2, a dependent launch's can fetch weights while this one's still compute."""
+    left: int = 3
+    """Copies that a block has still to start when it lets the next launch begin: that one's first copies are to follow
+    this one's last without a gap, and not to compete with them."""
+    ahead: int = 4
+    """Copies behind those in flight that are brought into L2 while a block waits for the launch before."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +167,8 @@ class StreamTiling:
     rows: int
     buffers: int
     per_sm: int
+    left: int
+    ahead: int
     tile_bytes: int
     """Of 32 by 32 weights."""
 
@@ -184,6 +191,11 @@ class StreamTiling:
         return -(-self.rows // 8)
 
     @property
+    def few_row_tiles(self) -> int:
+        """Of these, what suffices for half of the rows."""
+        return -(-self.row_tiles // 2)
+
+    @property
     def parts(self) -> int:
         """Results of 16 by 8 that 32 matrix rows give."""
         return 2 * self.row_tiles
@@ -204,8 +216,9 @@ class StreamTiling:
 
     @property
     def barriers(self) -> int:
-        """8 bytes each, at the start: a copy has come, all warps are done with one, rows of x have come."""
-        return 2 * self.stages + self.buffers
+        """8 bytes each, at the start: a copy has come, all warps are done with one, rows of x have come, and one for
+        sums that have been added up."""
+        return 2 * self.stages + self.buffers + 1
 
     @property
     def row_offset(self) -> int:
@@ -217,17 +230,17 @@ class StreamTiling:
 
     @property
     def meeting_offset(self) -> int:
-        """Where the warps' sums meet: two sets, used in turn."""
+        """Where the warps' sums meet."""
         return self.ring_offset + self.stages * self.stage_bytes
 
     @property
-    def meeting_bytes(self) -> int:
-        """Of one set of the warps' sums; there are two."""
-        return self.warps * self.parts * self.part_bytes
+    def shared_bytes(self) -> int:
+        return self.meeting_offset + self.warps * self.parts * self.part_bytes
 
     @property
-    def shared_bytes(self) -> int:
-        return self.meeting_offset + 2 * self.meeting_bytes
+    def adders(self) -> int:
+        """Warps that add up an item's sums."""
+        return min(self.parts, self.warps)
 
     @property
     def turn(self) -> int:
@@ -239,7 +252,10 @@ def stream(shape: StreamShape, columns: int, tile_bytes: int) -> StreamTiling:
     """`shape` applied to matrices of `columns` scale blocks a row: warps and steps are the largest divisors."""
     warps = _divisor(columns, shape.warps)
     steps = _divisor(columns // warps, shape.steps)
-    return StreamTiling(columns, warps, steps, shape.stages, shape.rows, shape.buffers, shape.per_sm, tile_bytes)
+    return StreamTiling(
+        columns, warps, steps, shape.stages, shape.rows, shape.buffers, shape.per_sm, shape.left, shape.ahead,
+        tile_bytes,
+    )  # fmt: skip
 
 
 def _divisor(value: int, at_most: int) -> int:
@@ -250,12 +266,12 @@ EXPERT_SHAPES = Ranges(
     (0, 2, 5, 9),
     (
         StreamShape(warps=15, steps=3, stages=5, rows=1, buffers=2, per_sm=2),
-        StreamShape(warps=15, steps=3, stages=4, rows=4, buffers=1, per_sm=2),
-        StreamShape(warps=15, steps=3, stages=6, rows=8, buffers=1),
-        StreamShape(warps=15, steps=3, stages=4, rows=16, buffers=1),
+        StreamShape(warps=15, steps=3, stages=5, rows=4, buffers=1, per_sm=2),
+        StreamShape(warps=15, steps=3, stages=9, rows=8, buffers=1),
+        StreamShape(warps=15, steps=3, stages=6, rows=16, buffers=1),
     ),
 )
-"""By the rows that an expert may have. All have the same warps and steps, so a row gets the same bits from each."""
+"""By the rows that an expert may have. All have the same warps, so a row gets the same bits from each."""
 
 
 @dataclass(frozen=True)
