@@ -212,8 +212,9 @@ def _mxfp4_experts(arch: Arch) -> Iterator[Kernel]:
     tiles = (2 * intermediate // TILE_ROWS, hidden // TILE_ROWS)
     for shape in EXPERT_SHAPES.variants:
         first, second = (stream(shape, columns // BLOCK, TILE_BYTES) for columns in (hidden, intermediate))
-        yield ExpertLinear(arch, experts, tiles[0], first, gated=True, early=False)
-        yield ExpertLinear(arch, experts, tiles[1], second, gated=False, early=True)
+        yield ExpertLinear(arch, experts, tiles[0], first, gated=True, early=False, top_k=0)
+        yield ExpertLinear(arch, experts, tiles[0], first, gated=True, early=True, top_k=4)
+        yield ExpertLinear(arch, experts, tiles[1], second, gated=False, early=True, top_k=0)
     yield ExpertGemm(arch, experts, tiles[0], gemm(hidden // BLOCK, TILE_BYTES), gated=True)
     yield ExpertGemm(arch, experts, tiles[1], gemm(intermediate // BLOCK, TILE_BYTES), gated=False)
 

@@ -14,7 +14,13 @@ from typing import Any
 
 from rose_dist.kernels import jit, vector
 from rose_dist.kernels.arch import Arch
-from rose_dist.kernels.cute.expert_segments import count_segments, list_segments, load_experts
+from rose_dist.kernels.cute.expert_segments import (
+    count_choice,
+    count_segments,
+    counted_experts,
+    list_segments,
+    load_experts,
+)
 from rose_dist.kernels.cute.expert_slots import shared_integers
 from rose_dist.kernels.cute.mxfp4_feed import Feeder
 from rose_dist.kernels.cute.mxfp4_operands import barrier, decode, load_shared, next_stage, wait
@@ -40,8 +46,10 @@ SEGMENTS = 64
 
 
 @cache
-def launcher(arch: Arch, experts: int, tiles: int, tiling: StreamTiling, gated: bool, early: bool) -> jit.Launcher:
-    return jit.load(ExpertLinear(arch, experts, tiles, tiling, gated, early))
+def launcher(
+    arch: Arch, experts: int, tiles: int, tiling: StreamTiling, gated: bool, early: bool, top_k: int
+) -> jit.Launcher:
+    return jit.load(ExpertLinear(arch, experts, tiles, tiling, gated, early, top_k))
 
 
 @dataclass(frozen=True)
@@ -50,8 +58,10 @@ class ExpertLinear(jit.Kernel):
 
     experts, tiles: matrices, and tile rows of each.
     gated: even outputs are gates, odd ones linear.
-    early: `counts` and `offsets` come from before the launch that comes before, so that weights may be fetched while
-        that one still runs.
+    early: what says whose the rows are comes from before the launch that comes before, so that weights may be fetched
+        while that one still runs. What was complete before that one began its own work is complete for this launch
+        from its start: every launch waits for the one before it ere it lets the next begin.
+    top_k: of the choice that says whose the rows are, which is then early; 0: counts and offsets say so.
     """
 
     experts: int
@@ -59,25 +69,29 @@ class ExpertLinear(jit.Kernel):
     tiling: StreamTiling
     gated: bool
     early: bool
+    top_k: int
 
     @cute.jit
     def __call__(
-        self, weights: Int64, rescale: Int64, bias: Int64, x: Int64, counts: Int64, offsets: Int64, out: Int64,
-        alpha: Float32, limit: Float32, blocks: Int32, stream: Stream,
+        self, weights: Int64, rescale: Int64, bias: Int64, x: Int64, counts: Int64, offsets: Int64, ids: Int64,
+        live_rows: Int64, first_expert: Int32, tokens: Int32, out: Int64, alpha: Float32, limit: Float32, blocks: Int32,
+        stream: Stream,
     ) -> None:  # fmt: skip
         """Addresses: weights u8 [experts, tiles, columns / 32, 544], rescale fp32 [experts], bias bf16 [experts,
-        32 · tiles] or 0, x bf16 [rows, columns], counts int32 [experts], offsets int64 [experts + 1], out bf16 [rows,
-        32 · tiles] or half of that if gated.
+        32 · tiles] or 0, x bf16 [rows, columns], counts int32 [experts], offsets int64 [experts + 1], ids int32
+        [tokens, top_k], live_rows int32 [1] or 0, out bf16 [rows, 32 · tiles] or half of that if gated.
         """
-        self.kernel(weights, rescale, bias, x, counts, offsets, out, alpha, limit).launch(
+        self.kernel(
+            weights, rescale, bias, x, counts, offsets, ids, live_rows, first_expert, tokens, out, alpha, limit
+        ).launch(
             grid=[blocks, 1, 1], block=[self.tiling.threads, 1, 1], smem=self.tiling.shared_bytes, stream=stream,
             use_pdl=True, min_blocks_per_mp=self.tiling.per_sm, preferred_smem_carveout=100,
         )  # fmt: skip
 
     @cute.kernel
     def kernel(
-        self, weights: Int64, rescale: Int64, bias: Int64, x: Int64, counts: Int64, offsets: Int64, out: Int64,
-        alpha: Float32, limit: Float32,
+        self, weights: Int64, rescale: Int64, bias: Int64, x: Int64, counts: Int64, offsets: Int64, ids: Int64,
+        live_rows: Int64, first_expert: Int32, tokens: Int32, out: Int64, alpha: Float32, limit: Float32,
     ) -> None:  # fmt: skip
         tiling, tiles = self.tiling, self.tiles
         thread, block, blocks = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
@@ -87,7 +101,14 @@ class ExpertLinear(jit.Kernel):
         self.set_up(shared)
         if const_expr(not self.early):
             cute.arch.griddepcontrol_wait()
-        mine = load_experts(counts, offsets, rescale, self.experts, tiling.threads)
+        if const_expr(self.top_k > 0):
+            histogram = shared_integers(self.experts)
+            count_choice(
+                ids, live_rows, first_expert, tokens, histogram, starts, self.top_k, self.experts, tiling.threads
+            )
+            mine = counted_experts(histogram, starts, rescale, self.experts, tiling.threads)
+        else:
+            mine = load_experts(counts, offsets, rescale, self.experts, tiling.threads)
         count_segments(mine, starts, tiling.rows, self.experts, tiling.threads)
         items = Uint32(starts[self.experts] * tiles)
         first = Int32(items * Uint32(block) // Uint32(blocks))
