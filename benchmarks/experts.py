@@ -4,7 +4,8 @@
 
 Routing is uniform: every token goes to 4 distinct experts at random. A graph goes through several layers, each with its
 own weights, so that none are left in L2 from the time before. Bytes are those of the experts touched, once; the share
-is that of this run's copy rate. `--sweep` times other shapes of the kernel too. A failed check ends the run.
+is that of this run's copy rate. `--sweep` times variants of the kernel instead, on gpt-oss-120b, those of the tokens
+named (all by default); the first of each is how it was before. A failed check ends the run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ import torch
 
 from benchmarks.graphs import copy_rate, table, time_call
 from rose_dist.kernels import launch
+from rose_dist.kernels.expert_slots import PackedChoice
 from rose_dist.kernels.mxfp4 import dequantize_mxfp4
 from rose_dist.kernels.mxfp4_experts import ExpertRows, expert_linear, expert_swiglu, launch_gemm, launch_tiling, tiling
 from rose_dist.kernels.mxfp4_layout import CODE_BYTES, PackedMxfp4
 from rose_dist.kernels.swiglu import ALPHA
-from rose_dist.kernels.variants import StreamShape
+from rose_dist.kernels.variants import EXPERT_SHAPES, StreamShape
 
 DEVICE = torch.device("cuda", 0)
 HIDDEN, TOP_K, LIMIT = 2880, 4, 7.0
@@ -35,27 +37,44 @@ MODELS = {"gpt-oss-120b": 128, "gpt-oss-20b": 32}
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 1024, 4096)
 LAYERS = 6
 FLOP_A_ROW = 2 * 3 * HIDDEN * HIDDEN
-SWEEP: dict[int, tuple[StreamShape | None, ...]] = {
-    1: (
-        StreamShape(15, 3, 5, rows=1, buffers=2, per_sm=2), StreamShape(15, 3, 6, rows=1, buffers=2),
-        StreamShape(15, 3, 9, rows=1, buffers=2), StreamShape(15, 6, 10, rows=1, buffers=2, per_sm=2),
-        StreamShape(9, 5, 6, rows=1, buffers=2, per_sm=2), StreamShape(18, 5, 8, rows=1, buffers=2),
-    ),
+AT_ONCE = 1 << 20
+"""`left` that lets the next launch begin at the start of this one."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a sweep compares. `shape`: None is the kernel for many rows; `choice`: the first layer reads the choice."""
+
+    name: str
+    shape: StreamShape | None
+    choice: bool = True
+
+
+ONE, FOUR, EIGHT, SIXTEEN = EXPERT_SHAPES.variants
+BEFORE_ONE = Variant("as before", replace(ONE, stages=5, left=AT_ONCE, ahead=0), choice=False)
+BEFORE_FOUR = Variant("as before", replace(FOUR, stages=4, left=AT_ONCE, ahead=0), choice=False)
+BEFORE_EIGHT = Variant("as before", replace(EIGHT, stages=6, left=AT_ONCE, ahead=0), choice=False)
+BEFORE_SIXTEEN = Variant("as before", replace(SIXTEEN, stages=4, left=AT_ONCE, ahead=0), choice=False)
+EIGHT_TWICE = Variant("8 rows, 2 blocks an SM", StreamShape(15, 6, 6, rows=8, buffers=1, per_sm=2))
+FEW = (
+    BEFORE_ONE, Variant("now", ONE), Variant("now, without choice", ONE, choice=False),
+    Variant("next at once", replace(ONE, left=AT_ONCE)), Variant("next at the last copy", replace(ONE, left=0)),
+    Variant("next earlier", replace(ONE, left=8)), Variant("nothing ahead", replace(ONE, ahead=0)),
+    Variant("smaller copies", replace(ONE, steps=6, stages=11, left=6, ahead=8)),
+)  # fmt: skip
+SWEEP: dict[int, tuple[Variant, ...]] = {
+    1: FEW,
+    2: FEW,
+    4: FEW,
     8: (
-        StreamShape(15, 3, 4, rows=4, buffers=1, per_sm=2), StreamShape(15, 3, 8, rows=4, buffers=1),
-        StreamShape(15, 3, 6, rows=8, buffers=1), StreamShape(15, 3, 4, rows=8, buffers=1),
-        StreamShape(15, 6, 12, rows=8, buffers=1), StreamShape(9, 5, 10, rows=8, buffers=1),
-        StreamShape(18, 5, 8, rows=8, buffers=1),
+        BEFORE_FOUR, Variant("now", FOUR), EIGHT_TWICE,
+        Variant("smaller copies", replace(FOUR, steps=6, stages=10, left=6, ahead=8)),
     ),
-    64: (
-        StreamShape(15, 3, 4, rows=16, buffers=1), StreamShape(15, 6, 8, rows=16, buffers=1),
-        StreamShape(15, 3, 6, rows=8, buffers=1), StreamShape(9, 5, 8, rows=16, buffers=1), None,
-    ),
-    256: (StreamShape(15, 3, 4, rows=16, buffers=1), None),
-    512: (StreamShape(15, 3, 4, rows=16, buffers=1), None),
-    1024: (StreamShape(15, 3, 4, rows=16, buffers=1), None),
+    64: (BEFORE_EIGHT, Variant("now", EIGHT), EIGHT_TWICE, Variant("16 rows", SIXTEEN)),
+    128: (BEFORE_SIXTEEN, Variant("now", SIXTEEN), Variant("8 rows", EIGHT), Variant("many rows", None)),
+    512: (BEFORE_SIXTEEN, Variant("now", SIXTEEN), Variant("many rows", None)),
 }  # fmt: skip
-"""By tokens: shapes to compare."""
+"""By tokens. The kernel itself has changed since too: `results/h200/experts.md` holds what it took then."""
 
 
 @dataclass
@@ -82,12 +101,12 @@ class Layer:
 
 
 def routed(tokens: int, experts: int) -> tuple[torch.Tensor, ExpertRows]:
-    ids = torch.rand(tokens, experts, device=DEVICE).topk(TOP_K, dim=1).indices
+    ids = torch.rand(tokens, experts, device=DEVICE).topk(TOP_K, dim=1).indices.int()
     counts = torch.bincount(ids.flatten(), minlength=experts).int()
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64, device=DEVICE), counts.long().cumsum(0)])
     x = torch.randn(tokens * TOP_K, HIDDEN, device=DEVICE).bfloat16()
     mean = tokens * TOP_K / experts
-    return x, ExpertRows(counts, offsets, max(1, round(mean + 3 * mean**0.5)))
+    return x, ExpertRows(counts, offsets, max(1, round(mean + 3 * mean**0.5)), PackedChoice(ids, None, 0))
 
 
 def check(layer: Layer, tokens: int, experts: int) -> float:
@@ -138,10 +157,12 @@ def figures(layers: list[Layer], model: str, tokens: int, rate: float) -> dict[s
     }  # fmt: skip
 
 
-def sweep(layers: list[Layer], tokens: int, shape: StreamShape | None, rate: float) -> dict[str, Any]:
-    """Both kernels in one shape; None is the kernel for many rows."""
+def sweep(layers: list[Layer], tokens: int, variant: Variant, rate: float) -> dict[str, Any]:
+    """Both kernels in one variant, and whether they give what the default gives."""
     torch.manual_seed(tokens)
     x, rows = routed(tokens, layers[0].gate_up.experts)
+    wanted = layers[0](x, rows).float()
+    rows = rows if variant.choice else replace(rows, choice=None)
     touched = int((rows.counts > 0).sum())
     h, y = torch.empty_like(x), torch.empty_like(x)
     device = launch.device(x)
@@ -150,52 +171,60 @@ def sweep(layers: list[Layer], tokens: int, shape: StreamShape | None, rate: flo
         for weight, bias, source, out, gated in (
             (layer.gate_up, layer.gate_up_bias, x, h, True), (layer.down, layer.down_bias, h, y, False),
         ):  # fmt: skip
-            if shape is None:
+            if variant.shape is None:
                 launch_gemm(source, weight, bias, rows, out, gated=gated, alpha=ALPHA, limit=LIMIT)
                 continue
             launch_tiling(
-                source, weight, bias, rows, out, tiling(weight, shape), device, gated=gated, early=not gated,
+                source, weight, bias, rows, out, tiling(weight, variant.shape), device, gated=gated, early=not gated,
                 alpha=ALPHA, limit=LIMIT,
             )  # fmt: skip
 
+    call(layers[0])
+    error = float((y.float() - wanted).norm() / wanted.norm())
+    if not error <= 2e-2:
+        sys.exit(f"WRONG RESULT: {tokens} tokens, {variant}: relative error {error:.3g}")
     us = per_layer(layers, call)
     moved = touched * (layers[0].gate_up.data[0].numel() + layers[0].down.data[0].numel())
     return {
-        "tokens": tokens, "shape": str(shape or "many rows"), "both us": us, "% of copy": 100 * moved / rate / us,
-        "TFLOP/s": FLOP_A_ROW * x.shape[0] / us / 1e6,
+        "tokens": tokens, "variant": variant.name, "both us": us, "% of copy": 100 * moved / rate / us,
+        "TFLOP/s": FLOP_A_ROW * x.shape[0] / us / 1e6, "shape": str(variant.shape or ""),
     }  # fmt: skip
+
+
+def show(begin: float, row: dict[str, Any]) -> None:
+    shown = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
+    print(f"[{time.perf_counter() - begin:5.1f} s] {shown}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--tokens", nargs="+", type=int)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     begin = time.perf_counter()
     rate = copy_rate()
-    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0), "copy TB/s": rate / 1e6, "rows": [], "sweep": []}
+    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0), "copy TB/s": rate / 1e6, "rows": []}
     print(f"copy rate {rate / 1e6:.2f} TB/s", flush=True)
-    for model in arguments.models:
+    for model in ["gpt-oss-120b"] if arguments.sweep else arguments.models:
         layers = [Layer.random(MODELS[model]) for _ in range(LAYERS)]
-        for tokens in arguments.tokens:
+        for tokens in arguments.tokens or (SWEEP if arguments.sweep else TOKENS):
             torch.manual_seed(tokens)
             error = check(layers[0], tokens, MODELS[model])
-            row = figures(layers, model, tokens, rate)
-            results["rows"].append(row)
-            shown = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
-            print(f"[{time.perf_counter() - begin:5.1f} s] {shown}; relative error {error:.2g}", flush=True)
-        if arguments.sweep and model == "gpt-oss-120b":
-            for tokens, shapes in SWEEP.items():
-                for shape in shapes:
-                    results["sweep"].append(sweep(layers, tokens, shape, rate))
-                    print(f"[{time.perf_counter() - begin:5.1f} s] {results['sweep'][-1]}", flush=True)
+            if arguments.sweep:
+                rows = [sweep(layers, tokens, variant, rate) for variant in SWEEP[tokens]]
+            else:
+                rows = [figures(layers, model, tokens, rate) | {"relative error": error}]
+            for row in rows:
+                show(begin, row)
+            results["rows"] += rows
         del layers
         torch.cuda.empty_cache()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "experts.json").write_text(json.dumps(results, indent=1))
-    print(table(results["rows"]), table(results["sweep"]) if results["sweep"] else "", sep="\n")
+    name = "experts_sweep.json" if arguments.sweep else "experts.json"
+    (arguments.out / name).write_text(json.dumps(results, indent=1))
+    print(table(results["rows"]))
 
 
 if __name__ == "__main__":

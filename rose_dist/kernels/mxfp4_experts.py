@@ -81,7 +81,7 @@ def expert_linear(
 def tiling(weight: PackedMxfp4, shape: StreamShape) -> StreamTiling:
     """`shape` for a weight's columns. Raises `KernelArgumentError` where a block's shared memory can't hold it."""
     result = stream(shape, weight.columns // BLOCK, TILE_BYTES)
-    needed = result.shared_bytes + 2048 + 8 * weight.experts
+    needed = result.shared_bytes + 2048 + 12 * weight.experts
     if needed > SHARED_BYTES:
         raise checks.fail(
             "weight", f"has {weight.experts} experts and {weight.columns} columns, which take {needed} bytes of shared "

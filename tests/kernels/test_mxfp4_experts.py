@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rose_dist.kernels import expert_slots
+from rose_dist.kernels import expert_slots, mxfp4_experts
 from rose_dist.kernels.errors import KernelArgumentError
 from rose_dist.kernels.expert_map import map_experts
 from rose_dist.kernels.expert_slots import PackedChoice, PackedLayout
@@ -16,7 +16,7 @@ from rose_dist.kernels.moe_dispatch import Dispatcher, PackedRows
 from rose_dist.kernels.mxfp4 import dequantize_mxfp4
 from rose_dist.kernels.mxfp4_experts import ExpertRows, expert_linear, expert_swiglu
 from rose_dist.kernels.mxfp4_layout import PackedMxfp4, pack_mxfp4
-from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, EXPERT_SHAPES
+from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, EXPERT_SHAPES, Ranges, StreamShape
 from tests.kernels.test_mxfp4_layout import random_mxfp4
 from tests.ptx.errors import PtxError
 
@@ -143,10 +143,24 @@ def test_a_row_has_the_same_bits_in_any_batch(gpu: Any) -> None:
         assert torch.equal(part.run(gpu, gated=True), whole[:few])
 
 
-def test_second_layer_fetches_weights_while_the_first_runs(gpu: Any) -> None:
-    """Both layers in one run, the second as a dependent launch."""
+def test_a_row_has_the_same_bits_in_copies_of_any_size(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, results = Layer([2, 0, 3], 192, 64), []
+    for steps, stages in ((1, 2), (3, 4)):
+        shape = StreamShape(warps=2, steps=steps, stages=stages, rows=4, buffers=1)
+        monkeypatch.setattr(mxfp4_experts, "EXPERT_SHAPES", Ranges((0,), (shape,)))
+        results.append(layer.run(gpu, gated=True))
+    assert torch.equal(results[0][layer.live], results[1][layer.live])
+
+
+@pytest.mark.parametrize(("left", "ahead"), [(0, 0), (3, 4), (99, 1)], ids=str)
+def test_second_layer_fetches_weights_while_the_first_runs(
+    gpu: Any, left: int, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both layers in one run, the second as a dependent launch that begins late, in between or at once."""
     if gpu.real:
         pytest.skip("overlap is the hardware's there; test_true_shapes runs it")
+    shape = StreamShape(warps=1, steps=2, stages=3, rows=2, buffers=1, per_sm=2, left=left, ahead=ahead)
+    monkeypatch.setattr(mxfp4_experts, "EXPERT_SHAPES", Ranges((0,), (shape,)))
     first, second = Layer([1, 0, 3], 64, 128), Layer([1, 0, 3], 64, 64)
     bias, other_bias = gpu.tensor(first.bias), gpu.tensor(second.bias)
     x, weight, other = gpu.tensor(first.x), first.packed(gpu), second.packed(gpu)
