@@ -37,7 +37,7 @@ MODELS = {"gpt-oss-120b": 128, "gpt-oss-20b": 32}
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 1024, 4096)
 LAYERS = 6
 FLOP_A_ROW = 2 * 3 * HIDDEN * HIDDEN
-AT_ONCE = 1 << 20
+AT_ONCE = 1 << 30
 """`left` that lets the next launch begin at the start of this one."""
 
 
@@ -51,28 +51,27 @@ class Variant:
 
 
 ONE, FOUR, EIGHT, SIXTEEN = EXPERT_SHAPES.variants
-BEFORE_ONE = Variant("as before", replace(ONE, stages=5, left=AT_ONCE, ahead=0), choice=False)
-BEFORE_FOUR = Variant("as before", replace(FOUR, stages=4, left=AT_ONCE, ahead=0), choice=False)
-BEFORE_EIGHT = Variant("as before", replace(EIGHT, stages=6, left=AT_ONCE, ahead=0), choice=False)
-BEFORE_SIXTEEN = Variant("as before", replace(SIXTEEN, stages=4, left=AT_ONCE, ahead=0), choice=False)
-EIGHT_TWICE = Variant("8 rows, 2 blocks an SM", StreamShape(15, 6, 6, rows=8, buffers=1, per_sm=2))
+BEFORE = tuple(
+    Variant("as before", replace(shape, in_flight=size << 10, left=AT_ONCE, ahead=0), choice=False)
+    for shape, size in zip(EXPERT_SHAPES.variants, (80, 64, 96, 64), strict=True)
+)
+EIGHT_TWICE = Variant("8 rows, 2 blocks an SM", replace(EIGHT, steps=6, in_flight=48 << 10, per_sm=2))
 FEW = (
-    BEFORE_ONE, Variant("now", ONE), Variant("now, without choice", ONE, choice=False),
+    BEFORE[0], Variant("now", ONE), Variant("now, without choice", ONE, choice=False),
     Variant("next at once", replace(ONE, left=AT_ONCE)), Variant("next at the last copy", replace(ONE, left=0)),
-    Variant("next earlier", replace(ONE, left=8)), Variant("nothing ahead", replace(ONE, ahead=0)),
-    Variant("smaller copies", replace(ONE, steps=6, stages=11, left=6, ahead=8)),
+    Variant("next later", replace(ONE, left=48 << 10)), Variant("nothing ahead", replace(ONE, ahead=0)),
+    Variant("smaller copies", replace(ONE, steps=6)),
 )  # fmt: skip
 SWEEP: dict[int, tuple[Variant, ...]] = {
     1: FEW,
     2: FEW,
     4: FEW,
     8: (
-        BEFORE_FOUR, Variant("now", FOUR), EIGHT_TWICE,
-        Variant("smaller copies", replace(FOUR, steps=6, stages=10, left=6, ahead=8)),
+        BEFORE[1], Variant("now", FOUR), EIGHT_TWICE, Variant("smaller copies", replace(FOUR, steps=6)),
     ),
-    64: (BEFORE_EIGHT, Variant("now", EIGHT), EIGHT_TWICE, Variant("16 rows", SIXTEEN)),
-    128: (BEFORE_SIXTEEN, Variant("now", SIXTEEN), Variant("8 rows", EIGHT), Variant("many rows", None)),
-    512: (BEFORE_SIXTEEN, Variant("now", SIXTEEN), Variant("many rows", None)),
+    64: (BEFORE[2], Variant("now", EIGHT), EIGHT_TWICE, Variant("16 rows", SIXTEEN)),
+    128: (BEFORE[3], Variant("now", SIXTEEN), Variant("8 rows", EIGHT), Variant("many rows", None)),
+    512: (BEFORE[3], Variant("now", SIXTEEN), Variant("many rows", None)),
 }  # fmt: skip
 """By tokens. The kernel itself has changed since too: `results/h200/experts.md` holds what it took then."""
 

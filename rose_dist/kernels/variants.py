@@ -141,19 +141,23 @@ class StreamShape:
     """Warps that compute, at most; they share the columns. One more feeds them."""
     steps: int
     """Copies in which 32 matrix rows come, at most."""
-    stages: int
-    """Copies in flight."""
+    in_flight: int
+    """Bytes of the ring that copies go into."""
     rows: int
     """Rows of x that are multiplied at a time; the weights of an expert with more are streamed again."""
     buffers: int
     """Sets of such rows in shared memory."""
     per_sm: int = 1
     """Blocks that fit on an SM: with 2, a dependent launch's can fetch weights while this one's still compute."""
-    left: int = 3
-    """Copies that a block has still to start when it lets the next launch begin: that one's first copies are to follow
-    this one's last without a gap, and not to compete with them."""
-    ahead: int = 4
-    """Copies behind those in flight that are brought into L2 while a block waits for the launch before."""
+    left: int = 80 << 10
+    """Bytes that a block has still to ask for when it lets the next launch begin: that one's first copies are to follow
+    this one's last without a gap, and not to compete with them; and its blocks are to find one on each SM."""
+    ahead: int = 64 << 10
+    """Bytes behind those in flight that are brought into L2 while a block waits for the launch before."""
+
+
+MAX_STAGES = 12
+"""Of a ring: small matrices need no more."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,9 @@ class StreamTiling:
     buffers: int
     per_sm: int
     left: int
+    """Copies still to start when the next launch may begin."""
     ahead: int
+    """Copies that are brought into L2 behind those in flight."""
     tile_bytes: int
     """Of 32 by 32 weights."""
 
@@ -252,9 +258,11 @@ def stream(shape: StreamShape, columns: int, tile_bytes: int) -> StreamTiling:
     """`shape` applied to matrices of `columns` scale blocks a row: warps and steps are the largest divisors."""
     warps = _divisor(columns, shape.warps)
     steps = _divisor(columns // warps, shape.steps)
+    copy = columns // steps * tile_bytes
+    stages = min(max(2, shape.in_flight // copy), MAX_STAGES)
     return StreamTiling(
-        columns, warps, steps, shape.stages, shape.rows, shape.buffers, shape.per_sm, shape.left, shape.ahead,
-        tile_bytes,
+        columns, warps, steps, stages, shape.rows, shape.buffers, shape.per_sm, shape.left // copy,
+        min(shape.ahead // copy, MAX_STAGES), tile_bytes,
     )  # fmt: skip
 
 
@@ -265,10 +273,10 @@ def _divisor(value: int, at_most: int) -> int:
 EXPERT_SHAPES = Ranges(
     (0, 2, 5, 9),
     (
-        StreamShape(warps=15, steps=3, stages=5, rows=1, buffers=2, per_sm=2),
-        StreamShape(warps=15, steps=3, stages=5, rows=4, buffers=1, per_sm=2),
-        StreamShape(warps=15, steps=3, stages=9, rows=8, buffers=1),
-        StreamShape(warps=15, steps=3, stages=6, rows=16, buffers=1),
+        StreamShape(warps=15, steps=3, in_flight=88 << 10, rows=1, buffers=2, per_sm=2),
+        StreamShape(warps=15, steps=3, in_flight=80 << 10, rows=4, buffers=1, per_sm=2),
+        StreamShape(warps=15, steps=3, in_flight=144 << 10, rows=8, buffers=1),
+        StreamShape(warps=15, steps=3, in_flight=96 << 10, rows=16, buffers=1),
     ),
 )
 """By the rows that an expert may have. All have the same warps, so a row gets the same bits from each."""
