@@ -27,8 +27,8 @@ from rose_dist.kernels.expert_slots import PackedChoice
 from rose_dist.kernels.mxfp4 import dequantize_mxfp4
 from rose_dist.kernels.mxfp4_experts import ExpertRows, expert_linear, expert_swiglu, launch_gemm, launch_tiling, tiling
 from rose_dist.kernels.mxfp4_layout import CODE_BYTES, PackedMxfp4
+from rose_dist.kernels.stream_tiling import EXPERT_SHAPES, StreamShape
 from rose_dist.kernels.swiglu import ALPHA
-from rose_dist.kernels.variants import EXPERT_SHAPES, StreamShape
 
 DEVICE = torch.device("cuda", 0)
 HIDDEN, TOP_K, LIMIT = 2880, 4, 7.0

@@ -12,8 +12,9 @@ from rose_dist.kernels.arch import DeviceInfo
 from rose_dist.kernels.expert_slots import MAX_PAIRS, PackedChoice
 from rose_dist.kernels.mxfp4 import BLOCK, dequantize_mxfp4
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES, PackedMxfp4
+from rose_dist.kernels.stream_tiling import EXPERT_SHAPES, StreamShape, StreamTiling, stream
 from rose_dist.kernels.swiglu import ALPHA, clamped_swiglu
-from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, EXPERT_SHAPES, StreamShape, StreamTiling, gemm, stream
+from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, gemm
 
 SHARED_BYTES = 232448
 """A block's shared memory on Hopper and Blackwell."""

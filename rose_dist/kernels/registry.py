@@ -42,18 +42,17 @@ from rose_dist.kernels.network_layout import NetworkLayout
 from rose_dist.kernels.paged_attention import HEAD_DIMS
 from rose_dist.kernels.qk_norm import Rotary
 from rose_dist.kernels.routing import Score
+from rose_dist.kernels.stream_tiling import EXPERT_SHAPES, stream
 from rose_dist.kernels.swiglu import Gate
 from rose_dist.kernels.variants import (
     ACTIVATION_SHAPES,
     COUNTING_ROUTERS,
     DECODE_SHAPES,
-    EXPERT_SHAPES,
     LINEAR_SHAPES,
     ROTARY_BYTES,
     ROUTERS,
     ROW_SHAPES,
     gemm,
-    stream,
     tile,
 )  # fmt: skip
 

@@ -17,7 +17,8 @@ from rose_dist.kernels.moe_dispatch import Dispatcher, PackedRows
 from rose_dist.kernels.mxfp4 import dequantize_mxfp4
 from rose_dist.kernels.mxfp4_experts import ExpertRows, expert_linear, expert_swiglu
 from rose_dist.kernels.mxfp4_layout import PackedMxfp4, pack_mxfp4
-from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, EXPERT_SHAPES, Ranges, StreamShape
+from rose_dist.kernels.stream_tiling import EXPERT_SHAPES, StreamShape
+from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, Ranges
 from tests.kernels.test_mxfp4_layout import random_mxfp4
 from tests.ptx.errors import PtxError
 

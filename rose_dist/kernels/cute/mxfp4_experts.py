@@ -38,7 +38,8 @@ from rose_dist.kernels.dsl import (
     range_constexpr,
 )  # fmt: skip
 from rose_dist.kernels.mxfp4_layout import CODE_BYTES, TILE_BYTES
-from rose_dist.kernels.variants import WARP, StreamTiling
+from rose_dist.kernels.stream_tiling import StreamTiling
+from rose_dist.kernels.variants import WARP
 from rose_dist.kernels.warp_matrix import multiply_add
 
 SEGMENTS = 64

@@ -8,7 +8,8 @@ from rose_dist.kernels import ptx
 from rose_dist.kernels.cute.mxfp4_operands import barrier, next_stage, wait
 from rose_dist.kernels.dsl import Int32, Int64, const_expr, cute, range_constexpr
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES
-from rose_dist.kernels.variants import WARP, StreamTiling
+from rose_dist.kernels.stream_tiling import StreamTiling
+from rose_dist.kernels.variants import WARP
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from rose_dist.kernels import ptx, vector
 from rose_dist.kernels.cute.mxfp4_operands import load_shared_floats, store_shared
 from rose_dist.kernels.cute.swiglu import clamped_swiglu_value
 from rose_dist.kernels.dsl import BFloat16, Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
-from rose_dist.kernels.variants import WARP, StreamTiling
+from rose_dist.kernels.stream_tiling import StreamTiling
+from rose_dist.kernels.variants import WARP
 
 
 @dataclass(frozen=True)
