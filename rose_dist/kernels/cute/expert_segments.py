@@ -46,9 +46,10 @@ def count_choice(
     if live_rows != 0:
         live = vector.min_of(Int32(ptx.load_relaxed(live_rows, "gpu")), tokens)
     cute.arch.sync_threads()
-    for pair in range(thread, live * top_k, threads):
+    # Ids of dead tokens are read too: they need not wait for the number of live ones.
+    for pair in range(thread, tokens * top_k, threads):
         expert = Int32(ptx.load_relaxed(ids + Int64(pair) * 4, "gpu")) - first_expert
-        if (expert >= 0) & (expert < experts):
+        if (expert >= 0) & (expert < experts) & (pair < live * top_k):
             ptx.add_shared(Uint32(histogram.iterator.toint()) + Uint32(expert) * Uint32(4), Uint32(1))
     cute.arch.sync_threads()
     scan_starts(histogram, starts, totals, PackedLayout(), experts, threads)

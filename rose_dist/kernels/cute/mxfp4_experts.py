@@ -110,7 +110,8 @@ class ExpertLinear(jit.Kernel):
             mine = counted_experts(histogram, starts, rescale, self.experts, tiling.threads)
         else:
             mine = load_experts(counts, offsets, rescale, self.experts, tiling.threads)
-        count_segments(mine, starts, tiling.rows, self.experts, tiling.threads)
+        if const_expr(self.top_k == 0 or tiling.rows > 1):
+            count_segments(mine, starts, tiling.rows, self.experts, tiling.threads)
         items = Uint32(starts[self.experts] * tiles)
         first = Int32(items * Uint32(block) // Uint32(blocks))
         last = Int32(items * Uint32(block + 1) // Uint32(blocks))
