@@ -5,7 +5,8 @@
 Routing is uniform: every token goes to 4 distinct experts at random. A graph goes through several layers, each with its
 own weights, so that none are left in L2 from the time before. Bytes are those of the experts touched, once; the share
 is that of this run's copy rate. `--sweep` times variants of the kernel instead, on gpt-oss-120b, those of the tokens
-named (all by default); the first of each is how it was before. A failed check ends the run.
+named (all by default); the first of each is how it was before. Alone, a layer follows the one before it and can fetch
+weights all the while; between a dispatch and a combine it has what an engine leaves it. A failed check ends the run.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from typing import Any
 import torch
 
 from benchmarks.graphs import copy_rate, table, time_call
+from rose_dist.comm.all_to_all.local import Local
+from rose_dist.comm.all_to_all.local_gpu import GpuOptions
+from rose_dist.comm.all_to_all.protocol import AllToAllConfig, Routing
 from rose_dist.kernels import launch
 from rose_dist.kernels.expert_slots import PackedChoice
 from rose_dist.kernels.mxfp4 import dequantize_mxfp4
@@ -156,37 +160,62 @@ def figures(layers: list[Layer], model: str, tokens: int, rate: float) -> dict[s
     }  # fmt: skip
 
 
-def sweep(layers: list[Layer], tokens: int, variant: Variant, rate: float) -> dict[str, Any]:
-    """Both kernels in one variant, and whether they give what the default gives."""
-    torch.manual_seed(tokens)
-    x, rows = routed(tokens, layers[0].gate_up.experts)
-    wanted = layers[0](x, rows).float()
-    rows = rows if variant.choice else replace(rows, choice=None)
-    touched = int((rows.counts > 0).sum())
-    h, y = torch.empty_like(x), torch.empty_like(x)
-    device = launch.device(x)
+class Run:
+    """Both layers in one variant, and the same between a dispatch and a combine."""
 
-    def call(layer: Layer) -> None:
+    def __init__(self, tokens: int, experts: int, variant: Variant) -> None:
+        torch.manual_seed(tokens)
+        self.variant = variant
+        self.x, rows = routed(tokens, experts)
+        assert rows.choice is not None
+        self.rows = rows if variant.choice else replace(rows, choice=None)
+        self.h, self.y = torch.empty_like(self.x), torch.empty_like(self.x)
+        config = AllToAllConfig(
+            num_experts=experts, top_k=TOP_K, hidden=HIDDEN, max_tokens=tokens, dtype=torch.bfloat16
+        )
+        self.exchange = Local(config, gpu=GpuOptions(device=DEVICE))
+        self.tokens = torch.randn(tokens, HIDDEN, device=DEVICE).bfloat16()
+        self.out = torch.empty_like(self.tokens)
+        self.routing = Routing(rows.choice.ids, torch.rand(tokens, TOP_K, device=DEVICE))
+
+    def layers(self, layer: Layer, x: torch.Tensor, rows: ExpertRows) -> None:
         for weight, bias, source, out, gated in (
-            (layer.gate_up, layer.gate_up_bias, x, h, True), (layer.down, layer.down_bias, h, y, False),
-        ):  # fmt: skip
-            if variant.shape is None:
+            (layer.gate_up, layer.gate_up_bias, x, self.h, True),
+            (layer.down, layer.down_bias, self.h, self.y, False),
+        ):
+            if self.variant.shape is None:
                 launch_gemm(source, weight, bias, rows, out, gated=gated, alpha=ALPHA, limit=LIMIT)
                 continue
             launch_tiling(
-                source, weight, bias, rows, out, tiling(weight, variant.shape), device, gated=gated, early=not gated,
-                alpha=ALPHA, limit=LIMIT,
+                source, weight, bias, rows, out, tiling(weight, self.variant.shape), launch.device(x), gated=gated,
+                early=not gated, alpha=ALPHA, limit=LIMIT,
             )  # fmt: skip
 
-    call(layers[0])
-    error = float((y.float() - wanted).norm() / wanted.norm())
+    def alone(self, layer: Layer) -> None:
+        self.layers(layer, self.x, self.rows)
+
+    def exchanged(self, layer: Layer) -> None:
+        dispatched = self.exchange.dispatch(self.tokens, self.routing)
+        choice = dispatched.choice if self.variant.choice else None
+        self.layers(layer, dispatched.x, ExpertRows(dispatched.counts, dispatched.offsets, self.rows.most, choice))
+        self.exchange.combine(self.y, dispatched, out=self.out)
+
+
+def sweep(layers: list[Layer], tokens: int, variant: Variant, rate: float) -> dict[str, Any]:
+    """One variant's times; it has to give what the default gives."""
+    run = Run(tokens, layers[0].gate_up.experts, variant)
+    wanted = layers[0](run.x, run.rows).float()
+    run.alone(layers[0])
+    error = float((run.y.float() - wanted).norm() / wanted.norm())
     if not error <= 2e-2:
         sys.exit(f"WRONG RESULT: {tokens} tokens, {variant}: relative error {error:.3g}")
-    us = per_layer(layers, call)
+    us, exchanged = per_layer(layers, run.alone), per_layer(layers, run.exchanged)
+    touched = int((run.rows.counts > 0).sum())
     moved = touched * (layers[0].gate_up.data[0].numel() + layers[0].down.data[0].numel())
     return {
         "tokens": tokens, "variant": variant.name, "both us": us, "% of copy": 100 * moved / rate / us,
-        "TFLOP/s": FLOP_A_ROW * x.shape[0] / us / 1e6, "shape": str(variant.shape or ""),
+        "with dispatch and combine us": exchanged, "TFLOP/s": FLOP_A_ROW * run.x.shape[0] / us / 1e6,
+        "shape": str(variant.shape or ""),
     }  # fmt: skip
 
 
