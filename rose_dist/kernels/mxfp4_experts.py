@@ -134,10 +134,10 @@ def launch_tiling(
     choice = rows.choice
     if choice is not None and choice.ids.numel() > MAX_PAIRS:
         choice = None
-    shown = (choice.ids, choice.live_rows, choice.first_expert, *choice.ids.shape) if choice else (None, None, 0, 0, 0)
-    *known, top_k = shown
+    known = (choice.ids, choice.live_rows, choice.first_expert, choice.ids.shape[0]) if choice else (None, None, 0, 0)
+    top_k = choice.ids.shape[1] if choice else 0
     launcher = cute.launcher(
-        device.arch, weight.experts, weight.data.shape[1], tiling, gated, early or choice is not None, top_k
+        device.arch, weight.experts, weight.data.shape[1], tiling, gated, early or top_k > 0, top_k
     )
     launch.run(
         launcher, x, weight.data, weight.rescale, bias, x, rows.counts, rows.offsets, *known, out, alpha, limit,
