@@ -32,7 +32,7 @@ class GpuHandle(Handle):
     """A dispatch whose rows are on the GPU. It holds its buffers until `combine` or until it is dropped."""
 
     packed: PackedRows
-    choice: PackedChoice | None
+    choice: PackedChoice | None = None
     live_rows: torch.Tensor | None
     expert_out: torch.Tensor
     release: Callable[[], object]
