@@ -169,7 +169,7 @@ def movmatrix(program: Program, instruction: Instruction) -> Exchange:
     )
 
     def run(g: Gang, members: Array) -> None:
-        lanes = np.array(_whole_warps(g, "movmatrix"))[:, None] + np.arange(WARP)
+        lanes = np.array(whole_warps(g, "movmatrix"))[:, None] + np.arange(WARP)
         pairs = np.ascontiguousarray(np.broadcast_to(read(g), g.lanes)[lanes]).astype(np.uint32)
         rows = pairs.view(np.uint16).reshape(-1, 8, 8).transpose(0, 2, 1)
         values = np.zeros(g.lanes, np.uint32)
