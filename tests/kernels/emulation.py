@@ -21,6 +21,8 @@ from rose_dist.kernels.arch import Arch, DeviceInfo
 from rose_dist.kernels.cute import (
     embedding,
     expert_map,
+    linear_add,
+    linear_rotary,
     moe_combine,
     mxfp4_experts,
     mxfp4_experts_prefill,
@@ -39,6 +41,7 @@ _CACHES = (
     rms_norm.launcher, quantize.quantizer, quantize.dequantizer, qk_norm.launcher, swiglu.launcher,
     routing.launcher, embedding.launcher, expert_map.launcher, moe_combine.launcher, mxfp4_experts.launcher,
     mxfp4_experts_prefill.launcher, paged_attention_decode.launcher, small_linear.launcher,
+    linear_add.launcher, linear_rotary.launcher,
 )  # fmt: skip
 
 _EMPTY = torch.empty
