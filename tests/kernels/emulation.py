@@ -19,6 +19,7 @@ from cuda.bindings.driver import CUstream
 from rose_dist.kernels import jit, launch
 from rose_dist.kernels.arch import Arch, DeviceInfo
 from rose_dist.kernels.cute import (
+    combine_norm,
     embedding,
     expert_map,
     linear_add,
@@ -41,7 +42,7 @@ _CACHES = (
     rms_norm.launcher, quantize.quantizer, quantize.dequantizer, qk_norm.launcher, swiglu.launcher,
     routing.launcher, embedding.launcher, expert_map.launcher, moe_combine.launcher, mxfp4_experts.launcher,
     mxfp4_experts_prefill.launcher, paged_attention_decode.launcher, small_linear.launcher,
-    linear_add.launcher, linear_rotary.launcher,
+    linear_add.launcher, linear_rotary.launcher, combine_norm.launcher,
 )  # fmt: skip
 
 _EMPTY = torch.empty

@@ -1,4 +1,4 @@
-"""Query, key and value projection of a decode step, up to the cache; what it computes: `rose_dist.kernels.linear_rotary`."""
+"""Queries, keys and values of a decode step; what it computes: `rose_dist.kernels.linear_rotary`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What the linear layers of a decode step share: a block's weights are all under way before the launch before is done.
 
 A block has 16 outputs, in 8 pairs; its warps share the inputs, always in the same way, and add up in shared memory.
-Lane 4g + q holds inputs 8q … 8q + 7 of a run of 32, of both outputs of pair g and of row g of x, which has up to 8. Which inputs an
-operand's column stands for does not matter as long as both operands agree.
+Lane 4g + q holds inputs 8q … 8q + 7 of a run of 32, of both outputs of pair g and of row g of x, which has up to 8.
+Which inputs an operand's column stands for does not matter as long as both operands agree.
 """
 
 from __future__ import annotations
