@@ -25,8 +25,8 @@ def combine_norm(
 
     Args:
         rows: the experts' results [packed rows, hidden].
-        slots: int32 [tokens, k], each pair's row, −1 for nothing. There is no bound on live rows, since to read it would
-            cost more than a few rows do: rows that only fill up a batch have −1.
+        slots: int32 [tokens, k], each pair's row, −1 for nothing. There is no bound on live rows, which would cost more
+            to read than it saves: rows that only fill up a batch have −1.
         weights: fp32 [tokens, k].
         residual: [tokens, hidden] of the rows' dtype.
         norm_weight: [hidden] of the rows' dtype. Not to be written by the launches just before.

@@ -255,6 +255,13 @@ def cluster_add_shared(address: Any, block: Any, value: Any, *, loc: Any = None,
 
 
 @dsl_user_op
+def cluster_store_shared(address: Any, block: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """u32 store to the place in cluster block `block` that has shared address `address` (u32) in this one."""
+    text = "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, $0, $1; st.shared::cluster.u32 [remote], $2; }"
+    _asm(text, "r,r,r", None, Uint32(address), Uint32(block), Uint32(value), loc=loc, ip=ip)
+
+
+@dsl_user_op
 def add_shared(address: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
     """u32 add at a shared address (u32) of this block."""
     text = "red.relaxed.cta.shared::cta.add.u32 [$0], $1;"

@@ -389,3 +389,10 @@ def resident(inputs: int) -> ResidentShape:
     warps = _divisor(runs, RESIDENT_WARPS)
     small = ResidentShape(warps, held=max(runs // warps - RESIDENT_RUNS, 0), per_sm=1)
     return RESIDENT_LINEARS.get(inputs, small)
+
+
+def resident_whole(inputs: int) -> ResidentShape:
+    """The shape of a layer that has an SM for each block: all weights go to registers."""
+    runs = inputs // LINEAR_COLUMNS
+    warps = _divisor(runs, RESIDENT_WARPS)
+    return ResidentShape(warps, held=runs // warps, per_sm=1)

@@ -31,6 +31,7 @@ from rose_dist.kernels.cute import (
     qk_norm,
     quantize,
     rms_norm,
+    route_rows,
     routing,
     small_linear,
     swiglu,
@@ -42,7 +43,7 @@ _CACHES = (
     rms_norm.launcher, quantize.quantizer, quantize.dequantizer, qk_norm.launcher, swiglu.launcher,
     routing.launcher, embedding.launcher, expert_map.launcher, moe_combine.launcher, mxfp4_experts.launcher,
     mxfp4_experts_prefill.launcher, paged_attention_decode.launcher, small_linear.launcher,
-    linear_add.launcher, linear_rotary.launcher, combine_norm.launcher,
+    linear_add.launcher, linear_rotary.launcher, combine_norm.launcher, route_rows.launcher,
 )  # fmt: skip
 
 _EMPTY = torch.empty

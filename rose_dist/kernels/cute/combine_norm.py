@@ -22,8 +22,8 @@ def launcher(arch: Arch, top_k: int, hidden: int, dtype: torch.dtype) -> jit.Lau
 
 @dataclass(frozen=True)
 class CombineNorm(jit.Kernel):
-    """A block a token, a thread a vector of it. It lets the next launch start at once, so that this one's latencies pass
-    while that one fetches its weights.
+    """A block a token, a thread a vector of it. It lets the next launch start at once, so that this one's latencies
+    pass while that one fetches its weights.
     """
 
     source: Combine

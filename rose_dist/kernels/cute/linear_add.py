@@ -8,12 +8,11 @@ from typing import Any
 
 from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
-from rose_dist.kernels.cute.resident_weights import ResidentWeights, halves, pair_of_lane, rows_of_lane
 from rose_dist.kernels.cute.mxfp4_operands import load_shared
+from rose_dist.kernels.cute.resident_weights import ResidentWeights, halves, pair_of_lane, rows_of_lane
 from rose_dist.kernels.dsl import Int32, Int64, Stream, Uint8, Uint32, cute
 from rose_dist.kernels.variants import LINEAR_OUTPUTS, WARP, resident
 from rose_dist.kernels.warp_matrix import await_copies, commit_copies, copy_async
-
 
 ADDED = 3
 """Words of the bias and the residual that a lane of the writing warp has in shared memory."""
@@ -64,7 +63,7 @@ class LinearAdd(jit.Kernel):
         if writes:
             self.copy_residual(shared, residual, pair, rows, outputs)
         commit_copies()
-        sums = product.multiply(held, shared, x, x_stride, rows, younger=1)
+        sums = product.multiply(held, shared, product.load_rows(x, x_stride, rows), younger=1)
         await_copies(0)
         product.meet(shared, sums)
         if writes:

@@ -83,7 +83,7 @@ class LinearRotary(jit.Kernel):
         if writes:
             self.copy_turns(shared, cos, sin, slots, place, rows)
         commit_copies()
-        sums = product.multiply(held, shared, x, x_stride, rows, younger=1)
+        sums = product.multiply(held, shared, product.load_rows(x, x_stride, rows), younger=1)
         await_copies(0)
         product.meet(shared, sums)
         if writes:

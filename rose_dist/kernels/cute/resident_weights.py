@@ -70,16 +70,16 @@ class ResidentWeights:
             commit_copies()
         return held
 
-    def multiply(
-        self, held: list[Any], shared: Any, x: Any, x_stride: Any, rows: Any, *, younger: int = 0
-    ) -> list[Any]:
-        """This warp's sums: four fp32 a lane, of (the pair's first output, row 2q), (first, 2q + 1), (second, 2q),
-        (second, 2q + 1). x: address of up to 8 rows of bf16, `x_stride` in elements. younger: groups of copies that
-        this thread has committed since `fetch`.
-        """
+    def load_rows(self, x: Any, x_stride: Any, rows: Any) -> list[Any]:
+        """This lane's inputs of its row, four words a run. x: address of up to 8 rows, `x_stride` in elements."""
         row = vector.min_of(cute.arch.thread_idx()[0] % WARP // 4, rows - 1)
         source = x + Int64(row) * x_stride * 2 + self.inside()
-        values = [vector.load(source + i * (LINEAR_COLUMNS * 2), Uint32, 4, 16) for i in range(self.runs)]
+        return [vector.load(source + i * (LINEAR_COLUMNS * 2), Uint32, 4, 16) for i in range(self.runs)]
+
+    def multiply(self, held: list[Any], shared: Any, values: list[Any], *, younger: int = 0) -> list[Any]:
+        """This warp's sums: four fp32 a lane, of (the pair's first output, row 2q), (first, 2q + 1), (second, 2q),
+        (second, 2q + 1). younger: groups of copies that this thread has committed since `fetch`.
+        """
         chains = [[Float32(0.0)] * 4 for _ in range(CHAINS)]
         for i, b in enumerate(values):
             first, second = held[i] if i < self.held else self._staged(shared, i, younger)

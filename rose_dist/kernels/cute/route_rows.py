@@ -1,0 +1,329 @@
+"""From the residual to rows in expert order, in one launch of one cluster; what it computes: `kernels.route_rows`.
+
+Every block normalises all rows for itself, and has 16 experts' logits, which it gives to all blocks. Then all of them
+choose alike, and each writes its columns of the packed rows: the blocks meet only once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from rose_dist.kernels import jit, ptx, vector
+from rose_dist.kernels.arch import Arch
+from rose_dist.kernels.cute.mxfp4_operands import load_shared, store_shared
+from rose_dist.kernels.cute.resident_weights import ResidentWeights, halves, pair_of_lane, rows_of_lane
+from rose_dist.kernels.cute.routing import Route
+from rose_dist.kernels.dsl import (
+    TYPES,
+    Boolean,
+    Float32,
+    Int32,
+    Int64,
+    Stream,
+    Uint8,
+    Uint32,
+    Uint64,
+    cute,
+    range_constexpr,
+)  # fmt: skip
+from rose_dist.kernels.linear_add import MAX_ROWS
+from rose_dist.kernels.routing import Score
+from rose_dist.kernels.variants import LINEAR_OUTPUTS, ROUTERS, WARP, resident_whole
+
+VECTOR = 8
+"""Elements of 16 bytes."""
+
+
+@cache
+def launcher(arch: Arch, hidden: int, experts: int, k: int, score: Score) -> jit.Launcher:
+    return jit.load(RouteRows.of(arch, hidden, experts, k, score))
+
+
+@dataclass(frozen=True)
+class SharedRoute(Route):
+    """`Route` of logits in shared memory, whose address is given in place of a global one."""
+
+    def load(self, row: Any, dtype: Any, lane: Any) -> Any:
+        loaded = _shared(row, lane * self.per_lane, TYPES[dtype], self.per_lane).load().to(Float32)
+        return [loaded[j] for j in range(self.per_lane)]
+
+    def load_one(self, row: Any, expert: Any) -> Any:
+        return _shared(row, expert, TYPES[self.dtype], 1)[0].to(Float32)
+
+
+@dataclass(frozen=True)
+class RouteRows(jit.Kernel):
+    """weights: of the router, 16 experts a block, all on their way to registers before the launch before is done."""
+
+    weights: ResidentWeights
+    route: SharedRoute
+
+    @classmethod
+    def of(cls, arch: Arch, hidden: int, experts: int, k: int, score: Score) -> RouteRows:
+        weights = ResidentWeights(hidden, resident_whole(hidden))
+        shape = ROUTERS.variants[0]
+        return cls(arch, weights, SharedRoute(arch, torch.bfloat16, experts, k, score, 1, 1, False, False, shape, 16))
+
+    @property
+    def hidden(self) -> int:
+        return self.weights.inputs
+
+    @property
+    def blocks(self) -> int:
+        return self.route.experts // LINEAR_OUTPUTS
+
+    @property
+    def vectors(self) -> int:
+        """Of a row."""
+        return self.hidden // VECTOR
+
+    @property
+    def parts(self) -> int:
+        """In which a row is normalised, a warp each: few, so that several rows take turns, yet more than one."""
+        return next(n for n in (3, 2, 1) if self.weights.shape.warps % n == 0 and self.vectors % n == 0)
+
+    @property
+    def steps(self) -> int:
+        """Vectors a lane of a part."""
+        return -(-self.vectors // self.parts // WARP)
+
+    @property
+    def row_stride(self) -> int:
+        """Bytes in shared memory: an odd multiple of 64, so that 8 lanes of 2 rows meet 32 different banks."""
+        return (self.hidden // 32 | 1) * 64
+
+    @property
+    def places(self) -> dict[str, int]:
+        """Where things stand in shared memory, and its size."""
+        sizes = {
+            "meeting": self.weights.shared_bytes, "rows": MAX_ROWS * self.row_stride,
+            "squares": MAX_ROWS * self.parts * 4, "logits": MAX_ROWS * self.route.experts * 2,
+            "chosen": MAX_ROWS * self.route.k * 4, "slots": MAX_ROWS * self.route.k * 4,
+        }  # fmt: skip
+        at, places = 0, {}
+        for name, size in sizes.items():
+            places[name] = at
+            at += -(-size // 16) * 16
+        return {**places, "size": at}
+
+    @cute.jit
+    def __call__(
+        self, x: Int64, scale: Int64, weight: Int64, bias: Int64, live_rows: Int64, load: Int64, packed: Int64,
+        ids: Int64, weights: Int64, slots: Int64, counts: Int64, offsets: Int64, rows: Int32, eps: Float32,
+        factor: Float32, stream: Stream,
+    ) -> None:  # fmt: skip
+        """Addresses: x bf16 [rows, hidden], scale bf16 [hidden], weight bf16 [experts, hidden], bias bf16 [experts] or
+        0, live_rows int32 [1] or 0, load u64 [experts], added to; written are packed bf16 [.., hidden], ids int32,
+        weights fp32 and slots int32 [rows, k], counts int32 [experts] and offsets int64 [experts + 1].
+        """
+        self.kernel(
+            x, scale, weight, bias, live_rows, load, packed, ids, weights, slots, counts, offsets, rows, eps, factor
+        ).launch(
+            grid=[self.blocks, 1, 1], block=[self.weights.threads, 1, 1], cluster=[self.blocks, 1, 1],
+            smem=self.places["size"], stream=stream, use_pdl=True, min_blocks_per_mp=1, preferred_smem_carveout=100,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, x: Int64, scale: Int64, weight: Int64, bias: Int64, live_rows: Int64, load: Int64, packed: Int64,
+        ids: Int64, weights: Int64, slots: Int64, counts: Int64, offsets: Int64, rows: Int32, eps: Float32,
+        factor: Float32,
+    ) -> None:  # fmt: skip
+        product, at = self.weights, self.places
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.cluster_arrive_relaxed()  # from here on others may write this block's logits
+        shared = Int32(cute.arch.get_dyn_smem(Uint8, alignment=128).toint())
+        pair, row_bytes = pair_of_lane(), self.hidden * 2
+        first = weight + Int64(pair) * (2 * row_bytes)
+        held = product.fetch(first, first + row_bytes, shared)
+        scales = [vector.load(scale + self.vector_place(i) * 16, Uint32, 4, 16) for i in range(self.steps)]
+        words = Uint32(0)
+        if bias != 0:
+            words = Uint32(vector.scalar(bias + Int64(pair) * 4, Uint32)[0])
+        cute.arch.griddepcontrol_wait()
+        live = vector.live_rows(live_rows, rows)
+        self.square(shared, x, rows)
+        cute.arch.sync_threads()
+        self.normalise(shared, scales, rows, eps)
+        cute.arch.sync_threads()
+        sums = product.multiply(held, shared, self.operands(shared, rows))
+        product.meet(shared, sums)
+        cute.arch.cluster_wait()
+        if cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP) == 0:
+            self.give_logits(shared, words, rows)
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        block = cute.arch.block_idx()[0]
+        self.choose(shared, ids, weights, rows, live, factor, block == 0)
+        cute.arch.sync_threads()
+        self.find_slots(shared, slots, rows * self.route.k, block == 0)
+        if block == self.blocks - 1:
+            self.count(shared, counts, offsets, load, rows * self.route.k)
+        cute.arch.sync_threads()
+        self.pack(shared, packed, rows * self.route.k, block)
+
+    def vector_place(self, step: int) -> Any:
+        """Which vector of a row this lane takes in a step; the part's last one in place of any beyond."""
+        size = self.vectors // self.parts
+        warp, lane = cute.arch.thread_idx()[0] // WARP, cute.arch.thread_idx()[0] % WARP
+        return warp % self.parts * size + vector.min_of(lane + step * WARP, Int32(size - 1))
+
+    def in_part(self, step: int) -> Any:
+        """Whether there is such a vector."""
+        return Boolean(cute.arch.thread_idx()[0] % WARP + step * WARP < self.vectors // self.parts)
+
+    @cute.jit
+    def square(self, shared: Int32, x: Int64, rows: Int32) -> None:
+        """Copy rows to shared memory, and the sums of squares of their parts."""
+        warp, lane = cute.arch.thread_idx()[0] // WARP, cute.arch.thread_idx()[0] % WARP
+        for row in range(warp // self.parts, rows, self.weights.shape.warps // self.parts):
+            source = x + Int64(row) * (self.hidden * 2)
+            loaded = [vector.load(source + self.vector_place(i) * 16, Uint32, 4, 16) for i in range(self.steps)]
+            squares = Float32(0.0)
+            for i in range_constexpr(self.steps):
+                words = [loaded[i][j] for j in range(4)]
+                valid, own = self.in_part(i), Float32(0.0)
+                for value in _widened(words):
+                    own = own + value * value
+                squares = squares + vector.select(valid, own, Float32(0.0))
+                store_if(valid, self.row_place(shared, row, i), words)
+            squares = vector.group_sum(squares, WARP)
+            if lane == 0:
+                self.put(shared, "squares", row * self.parts + warp % self.parts, Float32(squares))
+
+    @cute.jit
+    def normalise(self, shared: Int32, scales: list[Any], rows: Int32, eps: Float32) -> None:
+        """The rows over their root mean square, times the norm's weight, in place."""
+        warp = cute.arch.thread_idx()[0] // WARP
+        for row in range(warp // self.parts, rows, self.weights.shape.warps // self.parts):
+            squares = Float32(0.0)
+            for part in range_constexpr(self.parts):
+                squares = squares + self.get(shared, "squares", row * self.parts + part, Float32)
+            inverse = cute.math.rsqrt(squares * Float32(1.0 / self.hidden) + eps)
+            for i in range_constexpr(self.steps):
+                place = self.row_place(shared, row, i)
+                normalise_if(self.in_part(i), place, [scales[i][j] for j in range(4)], inverse)
+
+    def row_place(self, shared: Any, row: Any, step: int) -> Any:
+        return shared + self.places["rows"] + row * self.row_stride + self.vector_place(step) * 16
+
+    def operands(self, shared: Any, rows: Any) -> list[Any]:
+        """This lane's normalised inputs, as `load_rows` gives them."""
+        row = vector.min_of(cute.arch.thread_idx()[0] % WARP // 4, rows - 1)
+        at = shared + self.places["rows"] + row * self.row_stride + Int32(self.weights.inside())
+        return [load_shared(at + i * 64, 4) for i in range(self.weights.runs)]
+
+    @cute.jit
+    def give_logits(self, shared: Int32, words: Uint32, rows: Int32) -> None:
+        """The rounded logits of this block's experts to all blocks."""
+        lane = cute.arch.thread_idx()[0] % WARP
+        sums, bias = self.weights.total(shared), halves(words)
+        for i, row in enumerate(rows_of_lane(lane)):
+            logits = ptx.to_bf16x2(sums[i] + bias[0], sums[2 + i] + bias[1])
+            place = shared + self.places["logits"] + (row * self.route.experts + pair_of_lane() * 2) * 2
+            if row < rows:
+                for block in range_constexpr(self.blocks):
+                    ptx.cluster_store_shared(place, Uint32(block), logits)
+
+    @cute.jit
+    def choose(
+        self, shared: Int32, ids: Int64, weights: Int64, rows: Int32, live: Int32, factor: Float32, writes: Boolean
+    ) -> None:
+        """A warp a row: its experts, −1 for dead rows, to shared memory, and from one block to global memory."""
+        warp, lane = cute.arch.thread_idx()[0] // WARP, cute.arch.thread_idx()[0] % WARP
+        for row in range(warp, rows, self.weights.shape.warps):
+            logits = shared + self.places["logits"] + row * (self.route.experts * 2)
+            chosen, share = self.route.choose(Int64(logits), Int64(0), lane)
+            if row >= live:
+                chosen, share = Int32(-1), Float32(0.0)
+            if lane < self.route.k:
+                pair = row * self.route.k + lane
+                self.put(shared, "chosen", pair, Int32(chosen))
+                if writes:
+                    vector.scalar(ids + Int64(pair) * 4, Int32)[0] = chosen
+                    vector.scalar(weights + Int64(pair) * 4, Float32)[0] = share * factor
+
+    @cute.jit
+    def find_slots(self, shared: Int32, slots: Int64, pairs: Int32, writes: Boolean) -> None:
+        """Behind all pairs of lower experts, and the earlier ones of the same; −1 for none."""
+        for pair in range(cute.arch.thread_idx()[0], pairs, self.weights.threads):
+            expert, slot = self.chosen(shared, pair), Int32(0)
+            for other in range(pairs):
+                rival = self.chosen(shared, other)
+                ahead = (rival >= 0) & ((rival < expert) | ((rival == expert) & (other < pair)))
+                slot += vector.select(ahead, Int32(1), Int32(0))
+            slot = vector.select(expert >= 0, slot, Int32(-1))
+            self.put(shared, "slots", pair, Int32(slot))
+            if writes:
+                vector.scalar(slots + Int64(pair) * 4, Int32)[0] = slot
+
+    @cute.jit
+    def count(self, shared: Int32, counts: Int64, offsets: Int64, load: Int64, pairs: Int32) -> None:
+        """Rows of every expert and where they start; and what they add to its load."""
+        for expert in range(cute.arch.thread_idx()[0], self.route.experts + 1, self.weights.threads):
+            below, own = Int32(0), Int32(0)
+            for other in range(pairs):
+                rival = self.chosen(shared, other)
+                below += vector.select((rival >= 0) & (rival < expert), Int32(1), Int32(0))
+                own += vector.select(rival == expert, Int32(1), Int32(0))
+            vector.scalar(offsets + Int64(expert) * 8, Int64)[0] = Int64(below)
+            if expert < self.route.experts:
+                vector.scalar(counts + Int64(expert) * 4, Int32)[0] = own
+                if own > 0:
+                    ptx.add_relaxed_u64(load + Int64(expert) * 8, Uint64(own), "gpu")
+
+    @cute.jit
+    def pack(self, shared: Int32, packed: Int64, pairs: Int32, block: Int32) -> None:
+        """This block's columns of every pair's row."""
+        share = (self.vectors + self.blocks - 1) // self.blocks
+        for item in range(cute.arch.thread_idx()[0], pairs * share, self.weights.threads):
+            pair, at = item // share, block * share + item % share
+            slot = self.get(shared, "slots", pair, Int32)
+            if (slot >= 0) & (at < self.vectors):
+                row = pair // self.route.k
+                words = load_shared(shared + self.places["rows"] + row * self.row_stride + at * 16, 4)
+                vector.store_words(packed + Int64(slot) * (self.hidden * 2) + at * 16, words, Uint32, 16)
+
+    def chosen(self, shared: Any, pair: Any) -> Any:
+        return self.get(shared, "chosen", pair, Int32)
+
+    def get(self, shared: Any, place: str, index: Any, dtype: Any) -> Any:
+        return _shared(shared + self.places[place], index, dtype, 1)[0]
+
+    def put(self, shared: Any, place: str, index: Any, value: Any) -> None:
+        _shared(shared + self.places[place], index, type(value), 1)[0] = value
+
+
+@cute.jit
+def store_if(valid: Boolean, address: Int32, words: list[Any]) -> None:
+    """Four words to shared memory, where `valid`."""
+    if valid:
+        store_shared(address, [ptx.from_bits(Uint32(word)) for word in words])
+
+
+@cute.jit
+def normalise_if(valid: Boolean, address: Int32, scales: list[Any], inverse: Float32) -> None:
+    """Eight bf16 of shared memory, each times `inverse` and its scale, where `valid`."""
+    if valid:
+        factors = _widened(scales)
+        normed = [
+            value * inverse * scale for value, scale in zip(_widened(load_shared(address, 4)), factors, strict=True)
+        ]
+        words = [ptx.to_bf16x2(*normed[j : j + 2]) for j in range(0, VECTOR, 2)]
+        store_shared(address, [ptx.from_bits(word) for word in words])
+
+
+def _widened(words: Any) -> list[Any]:
+    """The bf16 of some words."""
+    return [half for word in words for half in halves(word)]
+
+
+def _shared(address: Any, index: Any, dtype: Any, count: int) -> Any:
+    """The tensor of `count` elements from number `index` on, counted from a shared address."""
+    place = Int32(address) + Int32(index) * (dtype.width // 8)
+    pointer = cute.make_ptr(dtype, place, cute.AddressSpace.smem, assumed_align=count * dtype.width // 8)
+    return cute.make_tensor(pointer, cute.make_layout(count))
