@@ -44,8 +44,8 @@ def route_rows(
         live_rows: int32 [1]; rows from there on have no expert.
 
     Returns:
-        The routing, without counts. As `rms_norm`, a linear layer, `route`, `map_experts` and a dispatch do it one after
-        the other, with the same roundings.
+        The routing, without counts. All is as `rms_norm`, a linear layer, `route`, `map_experts` and a dispatch do it
+        one after the other, with the same roundings.
 
     Raises:
         KernelArgumentError: for shapes, dtypes or devices that don't fit.

@@ -133,7 +133,7 @@ class RouteRows(jit.Kernel):
         ids: Int64, weights: Int64, slots: Int64, counts: Int64, offsets: Int64, rows: Int32, eps: Float32,
         factor: Float32,
     ) -> None:  # fmt: skip
-        product, at = self.weights, self.places
+        product = self.weights
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.cluster_arrive_relaxed()  # from here on others may write this block's logits
         shared = Int32(cute.arch.get_dyn_smem(Uint8, alignment=128).toint())
