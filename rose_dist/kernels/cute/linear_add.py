@@ -31,6 +31,10 @@ class LinearAdd(jit.Kernel):
 
     weights: ResidentWeights
 
+    @property
+    def shared_bytes(self) -> int:
+        return self.weights.shared_bytes + ADDED * WARP * 4
+
     @cute.jit
     def __call__(
         self, x: Int64, x_stride: Int64, weight: Int64, bias: Int64, residual: Int64, out: Int64, rows: Int32,
@@ -41,7 +45,7 @@ class LinearAdd(jit.Kernel):
         """
         self.kernel(x, x_stride, weight, bias, residual, out, rows, outputs).launch(
             grid=[outputs // LINEAR_OUTPUTS, 1, 1], block=[self.weights.threads, 1, 1],
-            smem=self.weights.shared_bytes + ADDED * WARP * 4, stream=stream, use_pdl=True,
+            smem=self.shared_bytes, stream=stream, use_pdl=True,
             min_blocks_per_mp=self.weights.shape.per_sm, preferred_smem_carveout=100,
         )  # fmt: skip
 

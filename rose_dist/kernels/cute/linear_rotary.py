@@ -36,6 +36,10 @@ class LinearRotary(jit.Kernel):
     head_dim: int
 
     @property
+    def shared_bytes(self) -> int:
+        return self.weights.shared_bytes + ADDED * WARP * 4
+
+    @property
     def blocks(self) -> int:
         """A head."""
         return self.head_dim // LINEAR_OUTPUTS
@@ -56,7 +60,7 @@ class LinearRotary(jit.Kernel):
             key_heads,
         ).launch(
             grid=[heads * self.blocks, 1, 1], block=[self.weights.threads, 1, 1],
-            smem=self.weights.shared_bytes + ADDED * WARP * 4, stream=stream, use_pdl=True,
+            smem=self.shared_bytes, stream=stream, use_pdl=True,
             min_blocks_per_mp=self.weights.shape.per_sm, preferred_smem_carveout=100,
         )  # fmt: skip
 
