@@ -391,8 +391,11 @@ def resident(inputs: int) -> ResidentShape:
     return RESIDENT_LINEARS.get(inputs, small)
 
 
-def resident_whole(inputs: int) -> ResidentShape:
-    """The shape of a layer that has an SM for each block: all weights go to registers."""
+def resident_beside(inputs: int) -> ResidentShape:
+    """The shape of a layer of few blocks that start while another's are on the SM.
+
+    Each has half of its registers, and so more than half the weights go to shared memory.
+    """
     runs = inputs // LINEAR_COLUMNS
     warps = _divisor(runs, RESIDENT_WARPS)
-    return ResidentShape(warps, held=runs // warps, per_sm=1)
+    return ResidentShape(warps, held=runs // warps * 2 // 5, per_sm=2)

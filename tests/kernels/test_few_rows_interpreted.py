@@ -14,6 +14,7 @@ from rose_dist.kernels.arch import ARCHS
 from rose_dist.kernels.combine_norm import combine_norm
 from rose_dist.kernels.cute.linear_add import LinearAdd
 from rose_dist.kernels.cute.linear_rotary import LinearRotary
+from rose_dist.kernels.cute.route_rows import RouteRows
 from rose_dist.kernels.linear_add import linear_add
 from rose_dist.kernels.linear_rotary import linear_rotary
 from rose_dist.kernels.moe_dispatch import PackedRows
@@ -25,6 +26,8 @@ from tests.ptx.errors import PtxError
 from tests.ptx.launch import Launch
 from tests.ptx.weaken import weakenings
 
+REGISTERS, SHARED = 65536, 228 * 1024
+"""Of an SM; of the latter each block takes 1 KB more than it asks for."""
 EPS, HIDDEN, HEAD_DIM, EXPERTS, ROWS = 1e-5, 64, 32, 32, 2
 
 
@@ -124,5 +127,21 @@ def test_all_weights_are_under_way_before_the_wait(arch: str) -> None:
         assert "griddepcontrol.launch_dependents" in before
         assert "st.global" not in before
         facts, per_sm = binary.facts(compiled), weights.shape.per_sm
-        assert per_sm * weights.threads * facts.registers <= 65536
-        assert per_sm * (kernel.shared_bytes + 1024) <= 228 * 1024
+        assert per_sm * weights.threads * facts.registers <= REGISTERS
+        assert per_sm * (kernel.shared_bytes + 1024) <= SHARED
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_the_router_starts_beside_the_output_projection(arch: str) -> None:
+    kernels = registry._few_rows(ARCHS[arch])
+    router = next(k for k in kernels if isinstance(k, RouteRows))
+    output = next(k for k in registry._few_rows(ARCHS[arch]) if isinstance(k, LinearAdd) and k.weights.inputs == 4096)
+    registers = [k.weights.threads * binary.facts(jit.compile_binary(k)).registers for k in (router, output)]
+    assert sum(registers) <= REGISTERS
+    assert router.places["size"] + output.shared_bytes + 2 * 1024 <= SHARED
+    before, after = jit.compile_binary(router).ptx.split("griddepcontrol.wait;")
+    weights = router.weights
+    assert before.count("ld.global.L1::no_allocate.L2::256B.v4.b32") == 2 * weights.held
+    assert before.count("cp.async.cg.shared.global.L2::256B") == 2 * (weights.runs - weights.held) + router.steps
+    assert "L2::256B" not in after
+    assert "st.global" not in before

@@ -32,7 +32,8 @@ from rose_dist.kernels.dsl import (
 )  # fmt: skip
 from rose_dist.kernels.linear_add import MAX_ROWS
 from rose_dist.kernels.routing import Score
-from rose_dist.kernels.variants import LINEAR_OUTPUTS, ROUTERS, WARP, resident_whole
+from rose_dist.kernels.variants import LINEAR_OUTPUTS, ROUTERS, WARP, resident_beside
+from rose_dist.kernels.warp_matrix import await_copies, commit_copies, copy_ahead
 
 VECTOR = 8
 """Elements of 16 bytes."""
@@ -57,14 +58,16 @@ class SharedRoute(Route):
 
 @dataclass(frozen=True)
 class RouteRows(jit.Kernel):
-    """weights: of the router, 16 experts a block, all on their way to registers before the launch before is done."""
+    """weights: of the router, 16 experts a block, all on their way before the launch before is done.
+
+    A block fits beside one of `LinearAdd`, or it could not start before that is gone."""
 
     weights: ResidentWeights
     route: SharedRoute
 
     @classmethod
     def of(cls, arch: Arch, hidden: int, experts: int, k: int, score: Score) -> RouteRows:
-        weights = ResidentWeights(hidden, resident_whole(hidden))
+        weights = ResidentWeights(hidden, resident_beside(hidden))
         shape = ROUTERS.variants[0]
         return cls(arch, weights, SharedRoute(arch, torch.bfloat16, experts, k, score, 1, 1, False, False, shape, 16))
 
@@ -101,7 +104,8 @@ class RouteRows(jit.Kernel):
         """Where things stand in shared memory, and its size."""
         sizes = {
             "meeting": self.weights.shared_bytes, "rows": MAX_ROWS * self.row_stride,
-            "squares": MAX_ROWS * self.parts * 4, "logits": MAX_ROWS * self.route.experts * 2,
+            "scales": self.hidden * 2, "squares": MAX_ROWS * self.parts * 4,
+            "logits": MAX_ROWS * self.route.experts * 2,
             "chosen": MAX_ROWS * self.route.k * 4, "slots": MAX_ROWS * self.route.k * 4,
         }  # fmt: skip
         at, places = 0, {}
@@ -124,7 +128,8 @@ class RouteRows(jit.Kernel):
             x, scale, weight, bias, live_rows, load, packed, ids, weights, slots, counts, offsets, rows, eps, factor
         ).launch(
             grid=[self.blocks, 1, 1], block=[self.weights.threads, 1, 1], cluster=[self.blocks, 1, 1],
-            smem=self.places["size"], stream=stream, use_pdl=True, min_blocks_per_mp=1, preferred_smem_carveout=100,
+            smem=self.places["size"], stream=stream, use_pdl=True, min_blocks_per_mp=self.weights.shape.per_sm,
+            preferred_smem_carveout=100,
         )  # fmt: skip
 
     @cute.kernel
@@ -139,16 +144,20 @@ class RouteRows(jit.Kernel):
         shared = Int32(cute.arch.get_dyn_smem(Uint8, alignment=128).toint())
         pair, row_bytes = pair_of_lane(), self.hidden * 2
         first = weight + Int64(pair) * (2 * row_bytes)
+        if cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP) < self.parts:
+            for i in range_constexpr(self.steps):
+                copy_ahead(self.scale_place(shared, i), scale + self.vector_place(i) * 16)
+        commit_copies()
         held = product.fetch(first, first + row_bytes, shared)
-        scales = [vector.load(scale + self.vector_place(i) * 16, Uint32, 4, 16) for i in range(self.steps)]
         words = Uint32(0)
         if bias != 0:
             words = Uint32(vector.scalar(bias + Int64(pair) * 4, Uint32)[0])
         cute.arch.griddepcontrol_wait()
         live = vector.live_rows(live_rows, rows)
         self.square(shared, x, rows)
+        await_copies(product.runs - product.held)  # the norm's weights
         cute.arch.sync_threads()
-        self.normalise(shared, scales, rows, eps)
+        self.normalise(shared, rows, eps)
         cute.arch.sync_threads()
         sums = product.multiply(held, shared, self.operands(shared, rows))
         product.meet(shared, sums)
@@ -196,7 +205,7 @@ class RouteRows(jit.Kernel):
                 self.put(shared, "squares", row * self.parts + warp % self.parts, Float32(squares))
 
     @cute.jit
-    def normalise(self, shared: Int32, scales: list[Any], rows: Int32, eps: Float32) -> None:
+    def normalise(self, shared: Int32, rows: Int32, eps: Float32) -> None:
         """The rows over their root mean square, times the norm's weight, in place."""
         warp = cute.arch.thread_idx()[0] // WARP
         for row in range(warp // self.parts, rows, self.weights.shape.warps // self.parts):
@@ -206,10 +215,13 @@ class RouteRows(jit.Kernel):
             inverse = cute.math.rsqrt(squares * Float32(1.0 / self.hidden) + eps)
             for i in range_constexpr(self.steps):
                 place = self.row_place(shared, row, i)
-                normalise_if(self.in_part(i), place, [scales[i][j] for j in range(4)], inverse)
+                normalise_if(self.in_part(i), place, self.scale_place(shared, i), inverse)
 
     def row_place(self, shared: Any, row: Any, step: int) -> Any:
         return shared + self.places["rows"] + row * self.row_stride + self.vector_place(step) * 16
+
+    def scale_place(self, shared: Any, step: int) -> Any:
+        return shared + self.places["scales"] + self.vector_place(step) * 16
 
     def operands(self, shared: Any, rows: Any) -> list[Any]:
         """This lane's normalised inputs, as `load_rows` gives them."""
@@ -264,7 +276,9 @@ class RouteRows(jit.Kernel):
     @cute.jit
     def count(self, shared: Int32, counts: Int64, offsets: Int64, load: Int64, pairs: Int32) -> None:
         """Rows of every expert and where they start; and what they add to its load."""
-        for expert in range(cute.arch.thread_idx()[0], self.route.experts + 1, self.weights.threads):
+        # From the last thread on: the first are still at the slots.
+        first = self.weights.threads - 1 - cute.arch.thread_idx()[0]
+        for expert in range(first, self.route.experts + 1, self.weights.threads):
             below, own = Int32(0), Int32(0)
             for other in range(pairs):
                 rival = self.chosen(shared, other)
@@ -306,10 +320,10 @@ def store_if(valid: Boolean, address: Int32, words: list[Any]) -> None:
 
 
 @cute.jit
-def normalise_if(valid: Boolean, address: Int32, scales: list[Any], inverse: Float32) -> None:
+def normalise_if(valid: Boolean, address: Int32, scales: Int32, inverse: Float32) -> None:
     """Eight bf16 of shared memory, each times `inverse` and its scale, where `valid`."""
     if valid:
-        factors = _widened(scales)
+        factors = _widened(load_shared(scales, 4))
         normed = [
             value * inverse * scale for value, scale in zip(_widened(load_shared(address, 4)), factors, strict=True)
         ]
