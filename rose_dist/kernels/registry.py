@@ -57,6 +57,7 @@ from rose_dist.kernels.variants import (
     ROTARY_BYTES,
     ROUTERS,
     ROW_SHAPES,
+    FirstReads,
     gemm,
     resident,
     stream,
@@ -240,7 +241,9 @@ def _few_rows(arch: Arch) -> Iterator[Kernel]:
     for inputs in LINEAR_INPUTS:
         yield LinearAdd(arch, ResidentWeights(inputs, resident(inputs)))
     for experts, k, score, _ in ROUTES[:2]:
-        yield RouteRows.of(arch, hidden, experts, k, score)
+        reads = FirstReads.of(stream(EXPERT_SHAPES.variants[0], hidden // BLOCK, TILE_BYTES), 2 * hidden // TILE_ROWS)
+        for first_reads in (None, reads):
+            yield RouteRows.of(arch, hidden, experts, k, score, first_reads)
     yield CombineNorm(arch, Combine(arch, 4, hidden, torch.bfloat16, torch.bfloat16, None, False, VECTOR_BYTES))
 
 

@@ -59,17 +59,17 @@ class MoE(nn.Module):
         x: [tokens, hidden], up to `MAX_ROWS` tokens. As `forward` between the norms' own launches, in two besides the
         experts'.
         """
-        router = self.router
+        router, most = self.router, self._most_rows(x.shape[0])
 
         def pack(packed: PackedRows) -> Routing:
             routed = route_rows(
                 x, norm.weight, norm.eps, router.weight, router.bias, self.rule, self.expert_map.load, packed,
-                live_rows=live_rows,
+                live_rows=live_rows, read_ahead=self.experts.first_packed, most=most,
             )  # fmt: skip
             return Routing(routed.ids, routed.weights)
 
         dispatched = self.exchange.dispatch_packed(x.shape[0], pack)
-        rows = ExpertRows(dispatched.counts, dispatched.offsets, self._most_rows(x.shape[0]))
+        rows = ExpertRows(dispatched.counts, dispatched.offsets, most)
         return self.exchange.combine_packed(
             self.experts(dispatched.x, rows),
             dispatched,
