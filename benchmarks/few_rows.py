@@ -56,7 +56,7 @@ class Layer:
         self.router, self.router_bias = random(EXPERTS, HIDDEN, scale=0.02), random(EXPERTS)
         self.norms = [random(HIDDEN).abs() for _ in range(2)]
         self.experts = ExpertLayer.random(EXPERTS)
-        self.ahead = True
+        self.ahead = False
         self.load = torch.zeros(EXPERTS, dtype=torch.int64, device=DEVICE)
         self.cache = PagedCache(
             *(random(SLOTS, KEY_HEADS, HEAD_DIM) for _ in range(2)), torch.arange(rows, device=DEVICE)

@@ -238,8 +238,8 @@ def _few_rows(arch: Arch) -> Iterator[Kernel]:
     """GPT-OSS's, whose layers have them instead of the single steps."""
     hidden = HIDDEN[0]
     yield LinearRotary(arch, ResidentWeights(hidden, resident(hidden)), head_dim=64)
-    for inputs in LINEAR_INPUTS:
-        yield LinearAdd(arch, ResidentWeights(inputs, resident(inputs)))
+    attended = LINEAR_INPUTS[1]
+    yield LinearAdd(arch, ResidentWeights(attended, resident(attended)))
     for experts, k, score, _ in ROUTES[:2]:
         reads = FirstReads.of(stream(EXPERT_SHAPES.variants[0], hidden // BLOCK, TILE_BYTES), 2 * hidden // TILE_ROWS)
         for first_reads in (None, reads):

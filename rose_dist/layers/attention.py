@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from rose_dist.comm.tensor_group import TensorGroup
 from rose_dist.kernels.linear_add import fits, linear_add
-from rose_dist.kernels.linear_rotary import linear_rotary, takes
-from rose_dist.kernels.qk_norm import PagedCache
-from rose_dist.kernels.rotary import rotate_and_store
+from rose_dist.kernels.linear_rotary import takes
+from rose_dist.kernels.projection import project_heads
 from rose_dist.layers.forward_batch import GroupBatch
 from rose_dist.layers.linear import Linear, PackedLinear
 from rose_dist.layers.weights import Piece, Weight, copy_into, parameter
@@ -95,28 +94,25 @@ class Attention(nn.Module):
         Returns:
             [tokens, hidden], summed over the tensor-parallel group.
         """
-        key_heads = self.heads.local_key_heads
-        qkv = self.qkv_proj(x).view(x.shape[0], self.sinks.shape[0] + 2 * key_heads, self.heads.head_dim)
-        cache = batch.storage.layer(layer, batch.slots)
-        q = rotate_and_store(qkv, key_heads, cos, sin, cache)
-        out: Tensor = self.o_proj(self._attend(q, cache, batch))
+        out: Tensor = self.o_proj(self._attend(x, cos, sin, layer, batch))
         self.tp.all_reduce(out)
         return out
 
     def takes_few(self, cache_dtype: torch.dtype) -> bool:
         """Whether `add_few` serves this block on a GPU."""
-        whole = self.tp.size == 1 and self.qkv_proj.bias is not None
-        return whole and takes(self.qkv_proj.weight, self.heads.head_dim, cache_dtype) and fits(self.o_proj.weight)
+        whole = self.tp.size == 1 and fits(self.o_proj.weight)
+        return whole and takes(self.qkv_proj.weight, self.heads.head_dim, cache_dtype)
 
     def add_few(self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, layer: int, batch: GroupBatch) -> Tensor:
         """`residual` plus what `forward` gives, of up to `MAX_ROWS` tokens, in two launches besides attention's."""
-        qkv, out, cache = self.qkv_proj, self.o_proj, batch.storage.layer(layer, batch.slots)
-        assert qkv.bias is not None
-        q = linear_rotary(x, qkv.weight, qkv.bias, self.heads.local_key_heads, cos, sin, cache)
-        return linear_add(self._attend(q, cache, batch), out.weight, out.bias, residual)
+        attended = self._attend(x, cos, sin, layer, batch)
+        return linear_add(attended, self.o_proj.weight, self.o_proj.bias, residual)
 
-    def _attend(self, q: Tensor, cache: PagedCache, batch: GroupBatch) -> Tensor:
-        """[tokens, heads · head_dim]."""
+    def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, batch: GroupBatch) -> Tensor:
+        """[tokens, heads · head_dim], of this rank's heads."""
+        qkv, cache = self.qkv_proj, batch.storage.layer(layer, batch.slots)
+        assert qkv.bias is not None
+        q = project_heads(x, qkv.weight, qkv.bias, self.heads.local_key_heads, cos, sin, cache)
         attended = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for work in batch.work:
             work.attend(q, cache.keys, cache.values, self.sinks, self.scale, attended)

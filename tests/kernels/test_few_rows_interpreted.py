@@ -116,7 +116,7 @@ def test_a_launch_without_its_wait_is_caught(layer: Layer, which: int) -> None:
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_all_weights_are_under_way_before_the_wait(arch: str) -> None:
     kernels: list[Any] = [k for k in registry._few_rows(ARCHS[arch]) if isinstance(k, LinearAdd | LinearRotary)]
-    assert len(kernels) == 3
+    assert len(kernels) == 2
     for kernel in kernels:
         compiled, weights = jit.compile_binary(kernel), kernel.weights
         before, after = compiled.ptx.split("griddepcontrol.wait;")
@@ -135,7 +135,7 @@ def test_all_weights_are_under_way_before_the_wait(arch: str) -> None:
 def test_the_router_starts_beside_the_output_projection(arch: str) -> None:
     kernels = registry._few_rows(ARCHS[arch])
     router = next(k for k in kernels if isinstance(k, RouteRows))
-    output = next(k for k in registry._few_rows(ARCHS[arch]) if isinstance(k, LinearAdd) and k.weights.inputs == 4096)
+    output = next(k for k in registry._few_rows(ARCHS[arch]) if isinstance(k, LinearAdd))
     registers = [k.weights.threads * binary.facts(jit.compile_binary(k)).registers for k in (router, output)]
     assert sum(registers) <= REGISTERS
     assert router.places["size"] + output.shared_bytes + 2 * 1024 <= SHARED
