@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rose_dist.kernels import checks, launch
 from rose_dist.kernels.linear import linear
+from rose_dist.kernels.linear_shapes import fits_resident
 from rose_dist.kernels.small_linear import INPUT_MULTIPLE, OUTPUT_MULTIPLE
 
 MAX_ROWS = 8
@@ -16,7 +17,7 @@ MAX_ROWS = 8
 def fits(weight: Tensor) -> bool:
     """Whether the launches that start like this one take such a weight [out, in]."""
     aligned = weight.shape[1] % INPUT_MULTIPLE == 0 and weight.shape[0] % OUTPUT_MULTIPLE == 0
-    return aligned and weight.dtype is torch.bfloat16
+    return aligned and weight.dtype is torch.bfloat16 and fits_resident(weight.shape[1])
 
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
@@ -67,6 +68,8 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     checks.same_device("weight", weight, x.device)
     checks.multiple("weight's inputs", inputs, INPUT_MULTIPLE, "a warp reads 32 at a time")
     checks.multiple("weight's outputs", outputs, OUTPUT_MULTIPLE, "tensor cores give 16 at a time")
+    if not fits_resident(inputs):
+        raise checks.fail("weight", f"has {inputs} inputs, which are too many, or have too few divisors")
     if not 0 < x.shape[0] <= MAX_ROWS:
         raise checks.fail("x", f"has {x.shape[0]} rows; allowed are 1 … {MAX_ROWS}")
     if bias is not None:

@@ -40,6 +40,7 @@ from rose_dist.kernels.exchange_tiling import PARTS
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.formats import FORMATS, FP8, MXFP8, BlockFormat, BlockOutput, Scale, ScaleLayout
 from rose_dist.kernels.jit import Kernel
+from rose_dist.kernels.linear_shapes import resident
 from rose_dist.kernels.moe_dispatch import DECODE_THREADS, SCATTER_SHAPE, SPLITS
 from rose_dist.kernels.mxfp4 import BLOCK
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES, TILE_ROWS
@@ -59,7 +60,6 @@ from rose_dist.kernels.variants import (
     ROW_SHAPES,
     FirstReads,
     gemm,
-    resident,
     stream,
     tile,
 )  # fmt: skip

@@ -10,12 +10,13 @@ from rose_dist.kernels.expert_map import map_experts
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.linear_add import check, fits
 from rose_dist.kernels.linear_add import reference as linear
+from rose_dist.kernels.linear_shapes import LINEAR_OUTPUTS
 from rose_dist.kernels.moe_dispatch import PackedRows
 from rose_dist.kernels.mxfp4_experts import tiling
 from rose_dist.kernels.mxfp4_layout import PackedMxfp4
 from rose_dist.kernels.rms_norm import rms_norm
 from rose_dist.kernels.routing import Router, Routing, Score, route
-from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, EXPERT_SHAPES, LINEAR_OUTPUTS, WARP, FirstReads
+from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, EXPERT_SHAPES, WARP, FirstReads
 
 MAX_EXPERTS = 8 * LINEAR_OUTPUTS
 """16 a block of a cluster, which has at most 8 on every GPU."""

@@ -142,6 +142,9 @@ def test_the_router_starts_beside_the_output_projection(arch: str) -> None:
     before, after = jit.compile_binary(router).ptx.split("griddepcontrol.wait;")
     weights = router.weights
     assert before.count("ld.global.L1::no_allocate.L2::256B.v4.b32") == 2 * weights.held
-    assert before.count("cp.async.cg.shared.global.L2::256B") == 2 * (weights.runs - weights.held) + router.steps
+    assert (
+        before.count("cp.async.cg.shared.global.L2::256B")
+        == 2 * (weights.runs - weights.held) + router.shared_rows.steps
+    )
     assert "L2::256B" not in after
     assert "st.global" not in before

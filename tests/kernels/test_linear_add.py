@@ -108,6 +108,7 @@ def test_fits() -> None:
     assert fits(torch.zeros(48, 64).bfloat16())
     for weight in (torch.zeros(48, 64), torch.zeros(40, 64).bfloat16(), torch.zeros(48, 48).bfloat16()):
         assert not fits(weight)
+    assert not fits(torch.zeros(16, 8192).bfloat16())  # 32 runs a warp
     assert takes(torch.zeros(48, 64).bfloat16(), 64, torch.bfloat16)
     assert not takes(torch.zeros(48, 64).bfloat16(), 64, torch.float8_e4m3fn)
     assert not takes(torch.zeros(48, 64).bfloat16(), 40, torch.bfloat16)

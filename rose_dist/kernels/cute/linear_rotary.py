@@ -11,7 +11,8 @@ from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute.mxfp4_operands import load_shared
 from rose_dist.kernels.cute.resident_weights import ResidentWeights, halves, rows_of_lane
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint8, Uint16, Uint32, cute, range_constexpr
-from rose_dist.kernels.variants import LINEAR_OUTPUTS, WARP, resident
+from rose_dist.kernels.linear_shapes import LINEAR_OUTPUTS, resident
+from rose_dist.kernels.variants import WARP
 from rose_dist.kernels.warp_matrix import await_copies, commit_copies, copy_async
 
 PAIRS = LINEAR_OUTPUTS // 2

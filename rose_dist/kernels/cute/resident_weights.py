@@ -13,7 +13,8 @@ from typing import Any
 from rose_dist.kernels import ptx, vector
 from rose_dist.kernels.cute.mxfp4_operands import load_shared_floats, store_shared
 from rose_dist.kernels.dsl import Float32, Int32, Int64, Uint32, cute
-from rose_dist.kernels.variants import LINEAR_COLUMNS, LINEAR_OUTPUTS, WARP, ResidentShape
+from rose_dist.kernels.linear_shapes import LINEAR_COLUMNS, LINEAR_OUTPUTS, ResidentShape
+from rose_dist.kernels.variants import WARP
 from rose_dist.kernels.warp_matrix import await_copies, commit_copies, copy_ahead, load_shared_16b, multiply_add
 
 RUN_BYTES = 2 * WARP * 16

@@ -14,9 +14,10 @@ import torch
 
 from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
-from rose_dist.kernels.cute.mxfp4_operands import load_shared, store_shared
+from rose_dist.kernels.cute.mxfp4_operands import load_shared
 from rose_dist.kernels.cute.resident_weights import ResidentWeights, halves, pair_of_lane, rows_of_lane
 from rose_dist.kernels.cute.routing import Route
+from rose_dist.kernels.cute.shared_rows import SharedRows
 from rose_dist.kernels.dsl import (
     TYPES,
     Boolean,
@@ -32,12 +33,10 @@ from rose_dist.kernels.dsl import (
     range_constexpr,
 )  # fmt: skip
 from rose_dist.kernels.linear_add import MAX_ROWS
+from rose_dist.kernels.linear_shapes import LINEAR_OUTPUTS, resident_beside
 from rose_dist.kernels.routing import Score
-from rose_dist.kernels.variants import LINEAR_OUTPUTS, ROUTERS, WARP, FirstReads, resident_beside
-from rose_dist.kernels.warp_matrix import await_copies, commit_copies, copy_ahead
-
-VECTOR = 8
-"""Elements of 16 bytes."""
+from rose_dist.kernels.variants import ROUTERS, WARP, FirstReads
+from rose_dist.kernels.warp_matrix import await_copies
 
 
 @cache
@@ -90,31 +89,14 @@ class RouteRows(jit.Kernel):
         return self.route.experts // LINEAR_OUTPUTS
 
     @property
-    def vectors(self) -> int:
-        """Of a row."""
-        return self.hidden // VECTOR
-
-    @property
-    def parts(self) -> int:
-        """In which a row is normalised, a warp each: few, so that several rows take turns, yet more than one."""
-        return next(n for n in (3, 2, 1) if self.weights.shape.warps % n == 0 and self.vectors % n == 0)
-
-    @property
-    def steps(self) -> int:
-        """Vectors a lane of a part."""
-        return -(-self.vectors // self.parts // WARP)
-
-    @property
-    def row_stride(self) -> int:
-        """Bytes in shared memory: an odd multiple of 64, so that 8 lanes of 2 rows meet 32 different banks."""
-        return (self.hidden // 32 | 1) * 64
+    def shared_rows(self) -> SharedRows:
+        return SharedRows(self.hidden, self.weights.shape.warps)
 
     @property
     def places(self) -> dict[str, int]:
         """Where things stand in shared memory, and its size."""
         sizes = {
-            "meeting": self.weights.shared_bytes, "rows": MAX_ROWS * self.row_stride,
-            "scales": self.hidden * 2, "squares": MAX_ROWS * self.parts * 4,
+            "meeting": self.weights.shared_bytes, "rows": self.shared_rows.bytes,
             "logits": MAX_ROWS * self.route.experts * 2,
             "chosen": MAX_ROWS * self.route.k * 4, "slots": MAX_ROWS * self.route.k * 4,
         }  # fmt: skip
@@ -156,20 +138,18 @@ class RouteRows(jit.Kernel):
         shared = Int32(cute.arch.get_dyn_smem(Uint8, alignment=128).toint())
         pair, row_bytes = pair_of_lane(), self.hidden * 2
         first = weight + Int64(pair) * (2 * row_bytes)
-        if cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP) < self.parts:
-            for i in range_constexpr(self.steps):
-                copy_ahead(self.scale_place(shared, i), scale + self.vector_place(i) * 16)
-        commit_copies()
+        normed, at = self.shared_rows, shared + self.places["rows"]
+        normed.fetch_scales(at, scale)
         held = product.fetch(first, first + row_bytes, shared)
         words = Uint32(0)
         if bias != 0:
             words = Uint32(vector.scalar(bias + Int64(pair) * 4, Uint32)[0])
         cute.arch.griddepcontrol_wait()
         live = vector.live_rows(live_rows, rows)
-        self.square(shared, x, rows)
+        normed.square(at, x, rows)
         await_copies(product.runs - product.held)  # the norm's weights
         cute.arch.sync_threads()
-        self.normalise(shared, rows, eps)
+        normed.normalise(at, rows, eps)
         cute.arch.sync_threads()
         sums = product.multiply(held, shared, self.operands(shared, rows))
         product.meet(shared, sums)
@@ -189,58 +169,10 @@ class RouteRows(jit.Kernel):
             self.read_ahead(shared, matrices, readers, rows * self.route.k, block)
         self.pack(shared, packed, rows * self.route.k, block)
 
-    def vector_place(self, step: int) -> Any:
-        """Which vector of a row this lane takes in a step; the part's last one in place of any beyond."""
-        size = self.vectors // self.parts
-        warp, lane = cute.arch.thread_idx()[0] // WARP, cute.arch.thread_idx()[0] % WARP
-        return warp % self.parts * size + vector.min_of(lane + step * WARP, Int32(size - 1))
-
-    def in_part(self, step: int) -> Any:
-        """Whether there is such a vector."""
-        return Boolean(cute.arch.thread_idx()[0] % WARP + step * WARP < self.vectors // self.parts)
-
-    @cute.jit
-    def square(self, shared: Int32, x: Int64, rows: Int32) -> None:
-        """Copy rows to shared memory, and the sums of squares of their parts."""
-        warp, lane = cute.arch.thread_idx()[0] // WARP, cute.arch.thread_idx()[0] % WARP
-        for row in range(warp // self.parts, rows, self.weights.shape.warps // self.parts):
-            source = x + Int64(row) * (self.hidden * 2)
-            loaded = [vector.load(source + self.vector_place(i) * 16, Uint32, 4, 16) for i in range(self.steps)]
-            squares = Float32(0.0)
-            for i in range_constexpr(self.steps):
-                words = [loaded[i][j] for j in range(4)]
-                valid, own = self.in_part(i), Float32(0.0)
-                for value in _widened(words):
-                    own = own + value * value
-                squares = squares + vector.select(valid, own, Float32(0.0))
-                store_if(valid, self.row_place(shared, row, i), words)
-            squares = vector.group_sum(squares, WARP)
-            if lane == 0:
-                self.put(shared, "squares", row * self.parts + warp % self.parts, Float32(squares))
-
-    @cute.jit
-    def normalise(self, shared: Int32, rows: Int32, eps: Float32) -> None:
-        """The rows over their root mean square, times the norm's weight, in place."""
-        warp = cute.arch.thread_idx()[0] // WARP
-        for row in range(warp // self.parts, rows, self.weights.shape.warps // self.parts):
-            squares = Float32(0.0)
-            for part in range_constexpr(self.parts):
-                squares = squares + self.get(shared, "squares", row * self.parts + part, Float32)
-            inverse = cute.math.rsqrt(squares * Float32(1.0 / self.hidden) + eps)
-            for i in range_constexpr(self.steps):
-                place = self.row_place(shared, row, i)
-                normalise_if(self.in_part(i), place, self.scale_place(shared, i), inverse)
-
-    def row_place(self, shared: Any, row: Any, step: int) -> Any:
-        return shared + self.places["rows"] + row * self.row_stride + self.vector_place(step) * 16
-
-    def scale_place(self, shared: Any, step: int) -> Any:
-        return shared + self.places["scales"] + self.vector_place(step) * 16
-
     def operands(self, shared: Any, rows: Any) -> list[Any]:
         """This lane's normalised inputs, as `load_rows` gives them."""
         row = vector.min_of(cute.arch.thread_idx()[0] % WARP // 4, rows - 1)
-        at = shared + self.places["rows"] + row * self.row_stride + Int32(self.weights.inside())
+        at = self.shared_rows.row(shared + self.places["rows"], row) + Int32(self.weights.inside())
         return [load_shared(at + i * 64, 4) for i in range(self.weights.runs)]
 
     @cute.jit
@@ -307,13 +239,14 @@ class RouteRows(jit.Kernel):
     @cute.jit
     def pack(self, shared: Int32, packed: Int64, pairs: Int32, block: Int32) -> None:
         """This block's columns of every pair's row."""
-        share = (self.vectors + self.blocks - 1) // self.blocks
+        source: Any = self.shared_rows
+        share = (source.vectors + self.blocks - 1) // self.blocks
         for item in range(cute.arch.thread_idx()[0], pairs * share, self.weights.threads):
             pair, at = item // share, block * share + item % share
             slot = self.get(shared, "slots", pair, Int32)
-            if (slot >= 0) & (at < self.vectors):
-                row = pair // self.route.k
-                words = load_shared(shared + self.places["rows"] + row * self.row_stride + at * 16, 4)
+            if (slot >= 0) & (at < source.vectors):
+                row = source.row(shared + self.places["rows"], pair // self.route.k)
+                words = load_shared(row + at * 16, 4)
                 vector.store_words(packed + Int64(slot) * (self.hidden * 2) + at * 16, words, Uint32, 16)
 
     @cute.jit
@@ -345,30 +278,6 @@ class RouteRows(jit.Kernel):
 
     def put(self, shared: Any, place: str, index: Any, value: Any) -> None:
         _shared(shared + self.places[place], index, type(value), 1)[0] = value
-
-
-@cute.jit
-def store_if(valid: Boolean, address: Int32, words: list[Any]) -> None:
-    """Four words to shared memory, where `valid`."""
-    if valid:
-        store_shared(address, [ptx.from_bits(Uint32(word)) for word in words])
-
-
-@cute.jit
-def normalise_if(valid: Boolean, address: Int32, scales: Int32, inverse: Float32) -> None:
-    """Eight bf16 of shared memory, each times `inverse` and its scale, where `valid`."""
-    if valid:
-        factors = _widened(load_shared(scales, 4))
-        normed = [
-            value * inverse * scale for value, scale in zip(_widened(load_shared(address, 4)), factors, strict=True)
-        ]
-        words = [ptx.to_bf16x2(*normed[j : j + 2]) for j in range(0, VECTOR, 2)]
-        store_shared(address, [ptx.from_bits(word) for word in words])
-
-
-def _widened(words: Any) -> list[Any]:
-    """The bf16 of some words."""
-    return [half for word in words for half in halves(word)]
 
 
 def _shared(address: Any, index: Any, dtype: Any, count: int) -> Any:
