@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rose_dist.kernels import checks, launch, moe_combine
 from rose_dist.kernels.rms_norm import rms_norm
-from rose_dist.kernels.variants import MAX_THREADS
+from rose_dist.kernels.row_tiling import MAX_THREADS
 
 VECTOR_BYTES = 16
 
