@@ -4,7 +4,9 @@
 
 Routing is uniform: every token goes to 4 distinct experts at random. A graph goes through several layers, each with its
 own weights, so that none are left in L2 from the time before. Bytes are those of the experts touched, once; the share
-is that of this run's copy rate. `--sweep` times other shapes of the kernel too. A failed check ends the run.
+is that of this run's copy rate. `--sweep` times variants of the kernel instead, on gpt-oss-120b, those of the tokens
+named (all by default); the first of each is how it was before. Alone, a layer follows the one before it and can fetch
+weights all the while; between a dispatch and a combine it has what an engine leaves it. A failed check ends the run.
 """
 
 from __future__ import annotations
@@ -14,19 +16,23 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.graphs import copy_rate, table, time_call
+from rose_dist.comm.all_to_all.local import Local
+from rose_dist.comm.all_to_all.local_gpu import GpuOptions
+from rose_dist.comm.all_to_all.protocol import AllToAllConfig, Routing
 from rose_dist.kernels import launch
+from rose_dist.kernels.expert_slots import PackedChoice
 from rose_dist.kernels.mxfp4 import dequantize_mxfp4
 from rose_dist.kernels.mxfp4_experts import ExpertRows, expert_linear, expert_swiglu, launch_gemm, launch_tiling, tiling
 from rose_dist.kernels.mxfp4_layout import CODE_BYTES, PackedMxfp4
+from rose_dist.kernels.stream_tiling import EXPERT_SHAPES, StreamShape
 from rose_dist.kernels.swiglu import ALPHA
-from rose_dist.kernels.variants import StreamShape
 
 DEVICE = torch.device("cuda", 0)
 HIDDEN, TOP_K, LIMIT = 2880, 4, 7.0
@@ -35,27 +41,43 @@ MODELS = {"gpt-oss-120b": 128, "gpt-oss-20b": 32}
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 1024, 4096)
 LAYERS = 6
 FLOP_A_ROW = 2 * 3 * HIDDEN * HIDDEN
-SWEEP: dict[int, tuple[StreamShape | None, ...]] = {
-    1: (
-        StreamShape(15, 3, 5, rows=1, buffers=2, per_sm=2), StreamShape(15, 3, 6, rows=1, buffers=2),
-        StreamShape(15, 3, 9, rows=1, buffers=2), StreamShape(15, 6, 10, rows=1, buffers=2, per_sm=2),
-        StreamShape(9, 5, 6, rows=1, buffers=2, per_sm=2), StreamShape(18, 5, 8, rows=1, buffers=2),
-    ),
+AT_ONCE = 1 << 30
+"""`left` that lets the next launch begin at the start of this one."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a sweep compares. `shape`: None is the kernel for many rows; `choice`: the first layer reads the choice."""
+
+    name: str
+    shape: StreamShape | None
+    choice: bool = True
+
+
+ONE, FOUR, EIGHT, SIXTEEN = EXPERT_SHAPES.variants
+BEFORE = tuple(
+    Variant("as before", replace(shape, in_flight=size << 10, left=AT_ONCE, ahead=0), choice=False)
+    for shape, size in zip(EXPERT_SHAPES.variants, (80, 64, 96, 64), strict=True)
+)
+EIGHT_TWICE = Variant("8 rows, 2 blocks an SM", replace(EIGHT, steps=6, in_flight=48 << 10, per_sm=2))
+FEW = (
+    BEFORE[0], Variant("now", ONE), Variant("now, without choice", ONE, choice=False),
+    Variant("next at once", replace(ONE, left=AT_ONCE)), Variant("next at the last copy", replace(ONE, left=0)),
+    Variant("next later", replace(ONE, left=48 << 10)), Variant("nothing ahead", replace(ONE, ahead=0)),
+    Variant("smaller copies", replace(ONE, steps=6)),
+)  # fmt: skip
+SWEEP: dict[int, tuple[Variant, ...]] = {
+    1: FEW,
+    2: FEW,
+    4: FEW,
     8: (
-        StreamShape(15, 3, 4, rows=4, buffers=1, per_sm=2), StreamShape(15, 3, 8, rows=4, buffers=1),
-        StreamShape(15, 3, 6, rows=8, buffers=1), StreamShape(15, 3, 4, rows=8, buffers=1),
-        StreamShape(15, 6, 12, rows=8, buffers=1), StreamShape(9, 5, 10, rows=8, buffers=1),
-        StreamShape(18, 5, 8, rows=8, buffers=1),
+        BEFORE[1], Variant("now", FOUR), EIGHT_TWICE, Variant("smaller copies", replace(FOUR, steps=6)),
     ),
-    64: (
-        StreamShape(15, 3, 4, rows=16, buffers=1), StreamShape(15, 6, 8, rows=16, buffers=1),
-        StreamShape(15, 3, 6, rows=8, buffers=1), StreamShape(9, 5, 8, rows=16, buffers=1), None,
-    ),
-    256: (StreamShape(15, 3, 4, rows=16, buffers=1), None),
-    512: (StreamShape(15, 3, 4, rows=16, buffers=1), None),
-    1024: (StreamShape(15, 3, 4, rows=16, buffers=1), None),
+    64: (BEFORE[2], Variant("now", EIGHT), EIGHT_TWICE, Variant("16 rows", SIXTEEN)),
+    128: (BEFORE[3], Variant("now", SIXTEEN), Variant("8 rows", EIGHT), Variant("many rows", None)),
+    512: (BEFORE[3], Variant("now", SIXTEEN), Variant("many rows", None)),
 }  # fmt: skip
-"""By tokens: shapes to compare."""
+"""By tokens. The kernel itself has changed since too: `results/h200/experts.md` holds what it took then."""
 
 
 @dataclass
@@ -82,19 +104,23 @@ class Layer:
 
 
 def routed(tokens: int, experts: int) -> tuple[torch.Tensor, ExpertRows]:
-    ids = torch.rand(tokens, experts, device=DEVICE).topk(TOP_K, dim=1).indices
+    ids = torch.rand(tokens, experts, device=DEVICE).topk(TOP_K, dim=1).indices.int()
     counts = torch.bincount(ids.flatten(), minlength=experts).int()
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64, device=DEVICE), counts.long().cumsum(0)])
     x = torch.randn(tokens * TOP_K, HIDDEN, device=DEVICE).bfloat16()
     mean = tokens * TOP_K / experts
-    return x, ExpertRows(counts, offsets, max(1, round(mean + 3 * mean**0.5)))
+    return x, ExpertRows(counts, offsets, max(1, round(mean + 3 * mean**0.5)), PackedChoice(ids, None, 0))
 
 
 def check(layer: Layer, tokens: int, experts: int) -> float:
-    """Largest relative error of any expert's rows; ends the run above 2e-2."""
+    """`relative_error` of the public functions."""
     x, rows = routed(tokens, experts)
     h = expert_swiglu(x, layer.gate_up, layer.gate_up_bias, rows, limit=LIMIT)
-    y = expert_linear(h, layer.down, layer.down_bias, rows, early=True)
+    return relative_error(layer, x, rows, h, expert_linear(h, layer.down, layer.down_bias, rows, early=True))
+
+
+def relative_error(layer: Layer, x: torch.Tensor, rows: ExpertRows, h: torch.Tensor, y: torch.Tensor) -> float:
+    """The largest of any expert's rows, of six experts; ends the run above 2e-2."""
     worst = 0.0
     for expert in rows.counts.nonzero().flatten().tolist()[:6]:
         part = slice(int(rows.offsets[expert]), int(rows.offsets[expert + 1]))
@@ -107,18 +133,18 @@ def check(layer: Layer, tokens: int, experts: int) -> float:
             error = float((got.float() - wanted).norm() / wanted.norm())
             worst = max(worst, error)
             if not error <= 2e-2:
-                sys.exit(f"WRONG RESULT: {tokens} tokens, expert {expert}, {name} layer: relative error {error:.3g}")
+                sys.exit(f"WRONG RESULT: {x.shape[0]} rows, expert {expert}, {name} layer: relative error {error:.3g}")
     return worst
 
 
-def per_layer(layers: list[Layer], call: Callable[[Layer], Any]) -> float:
+def per_layer(layers: list[Layer], call: Callable[[Layer], Any], replays: int = 30) -> float:
     """Microseconds a layer."""
 
     def all_layers() -> None:
         for layer in layers:
             call(layer)
 
-    return time_call(all_layers, calls=2, replays=30) / len(layers)
+    return time_call(all_layers, calls=2, replays=replays) / len(layers)
 
 
 def figures(layers: list[Layer], model: str, tokens: int, rate: float) -> dict[str, Any]:
@@ -138,64 +164,99 @@ def figures(layers: list[Layer], model: str, tokens: int, rate: float) -> dict[s
     }  # fmt: skip
 
 
-def sweep(layers: list[Layer], tokens: int, shape: StreamShape | None, rate: float) -> dict[str, Any]:
-    """Both kernels in one shape; None is the kernel for many rows."""
-    torch.manual_seed(tokens)
-    x, rows = routed(tokens, layers[0].gate_up.experts)
-    touched = int((rows.counts > 0).sum())
-    h, y = torch.empty_like(x), torch.empty_like(x)
-    device = launch.device(x)
+class Run:
+    """Both layers in one variant, and the same between a dispatch and a combine."""
 
-    def call(layer: Layer) -> None:
+    def __init__(self, tokens: int, experts: int, variant: Variant) -> None:
+        torch.manual_seed(tokens)
+        self.variant = variant
+        self.x, rows = routed(tokens, experts)
+        assert rows.choice is not None
+        self.rows = rows if variant.choice else replace(rows, choice=None)
+        self.h, self.y = torch.empty_like(self.x), torch.empty_like(self.x)
+        config = AllToAllConfig(
+            num_experts=experts, top_k=TOP_K, hidden=HIDDEN, max_tokens=tokens, dtype=torch.bfloat16
+        )
+        self.exchange = Local(config, gpu=GpuOptions(device=DEVICE))
+        self.tokens = torch.randn(tokens, HIDDEN, device=DEVICE).bfloat16()
+        self.out = torch.empty_like(self.tokens)
+        self.routing = Routing(rows.choice.ids, torch.rand(tokens, TOP_K, device=DEVICE))
+
+    def layers(self, layer: Layer, x: torch.Tensor, rows: ExpertRows) -> None:
         for weight, bias, source, out, gated in (
-            (layer.gate_up, layer.gate_up_bias, x, h, True), (layer.down, layer.down_bias, h, y, False),
-        ):  # fmt: skip
-            if shape is None:
+            (layer.gate_up, layer.gate_up_bias, x, self.h, True),
+            (layer.down, layer.down_bias, self.h, self.y, False),
+        ):
+            if self.variant.shape is None:
                 launch_gemm(source, weight, bias, rows, out, gated=gated, alpha=ALPHA, limit=LIMIT)
                 continue
             launch_tiling(
-                source, weight, bias, rows, out, tiling(weight, shape), device, gated=gated, early=not gated,
-                alpha=ALPHA, limit=LIMIT,
+                source, weight, bias, rows, out, tiling(weight, self.variant.shape), launch.device(x), gated=gated,
+                early=not gated, alpha=ALPHA, limit=LIMIT,
             )  # fmt: skip
 
-    us = per_layer(layers, call)
+    def alone(self, layer: Layer) -> None:
+        self.layers(layer, self.x, self.rows)
+
+    def exchanged(self, layer: Layer) -> None:
+        dispatched = self.exchange.dispatch(self.tokens, self.routing)
+        choice = dispatched.choice if self.variant.choice else None
+        self.layers(layer, dispatched.x, ExpertRows(dispatched.counts, dispatched.offsets, self.rows.most, choice))
+        self.exchange.combine(self.y, dispatched, out=self.out)
+
+
+def sweep(layers: list[Layer], tokens: int, variant: Variant, rate: float) -> dict[str, Any]:
+    """One variant's times; it has to give what the default gives."""
+    run = Run(tokens, layers[0].gate_up.experts, variant)
+    wanted = layers[0](run.x, run.rows).float()
+    run.alone(layers[0])
+    error = float((run.y.float() - wanted).norm() / wanted.norm())
+    if not error <= 2e-2:
+        sys.exit(f"WRONG RESULT: {tokens} tokens, {variant}: relative error {error:.3g}")
+    us, exchanged = per_layer(layers, run.alone), per_layer(layers, run.exchanged)
+    touched = int((run.rows.counts > 0).sum())
     moved = touched * (layers[0].gate_up.data[0].numel() + layers[0].down.data[0].numel())
     return {
-        "tokens": tokens, "shape": str(shape or "many rows"), "both us": us, "% of copy": 100 * moved / rate / us,
-        "TFLOP/s": FLOP_A_ROW * x.shape[0] / us / 1e6,
+        "tokens": tokens, "variant": variant.name, "both us": us, "% of copy": 100 * moved / rate / us,
+        "with dispatch and combine us": exchanged, "TFLOP/s": FLOP_A_ROW * run.x.shape[0] / us / 1e6,
+        "shape": str(variant.shape or ""),
     }  # fmt: skip
+
+
+def show(begin: float, row: dict[str, Any]) -> None:
+    shown = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
+    print(f"[{time.perf_counter() - begin:5.1f} s] {shown}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--tokens", nargs="+", type=int)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     begin = time.perf_counter()
     rate = copy_rate()
-    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0), "copy TB/s": rate / 1e6, "rows": [], "sweep": []}
+    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0), "copy TB/s": rate / 1e6, "rows": []}
     print(f"copy rate {rate / 1e6:.2f} TB/s", flush=True)
-    for model in arguments.models:
+    for model in ["gpt-oss-120b"] if arguments.sweep else arguments.models:
         layers = [Layer.random(MODELS[model]) for _ in range(LAYERS)]
-        for tokens in arguments.tokens:
+        for tokens in arguments.tokens or (SWEEP if arguments.sweep else TOKENS):
             torch.manual_seed(tokens)
             error = check(layers[0], tokens, MODELS[model])
-            row = figures(layers, model, tokens, rate)
-            results["rows"].append(row)
-            shown = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
-            print(f"[{time.perf_counter() - begin:5.1f} s] {shown}; relative error {error:.2g}", flush=True)
-        if arguments.sweep and model == "gpt-oss-120b":
-            for tokens, shapes in SWEEP.items():
-                for shape in shapes:
-                    results["sweep"].append(sweep(layers, tokens, shape, rate))
-                    print(f"[{time.perf_counter() - begin:5.1f} s] {results['sweep'][-1]}", flush=True)
+            if arguments.sweep:
+                rows = [sweep(layers, tokens, variant, rate) for variant in SWEEP[tokens]]
+            else:
+                rows = [figures(layers, model, tokens, rate) | {"relative error": error}]
+            for row in rows:
+                show(begin, row)
+            results["rows"] += rows
         del layers
         torch.cuda.empty_cache()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "experts.json").write_text(json.dumps(results, indent=1))
-    print(table(results["rows"]), table(results["sweep"]) if results["sweep"] else "", sep="\n")
+    name = "experts_sweep.json" if arguments.sweep else "experts.json"
+    (arguments.out / name).write_text(json.dumps(results, indent=1))
+    print(table(results["rows"]))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from benchmarks.experts import Layer as ExpertLayer
 from benchmarks.graphs import copy_rate, table, time_call
 from rose_dist.kernels.combine_norm import combine_norm
 from rose_dist.kernels.expert_map import map_experts
-from rose_dist.kernels.expert_slots import PackedLayout
+from rose_dist.kernels.expert_slots import PackedChoice, PackedLayout
 from rose_dist.kernels.linear_add import MAX_ROWS, linear_add
 from rose_dist.kernels.linear_rotary import linear_rotary
 from rose_dist.kernels.moe_combine import combine
@@ -57,6 +57,7 @@ class Layer:
         self.norms = [random(HIDDEN).abs() for _ in range(2)]
         self.experts = ExpertLayer.random(EXPERTS)
         self.ahead = False
+        self.choice: PackedChoice | None = None
         self.load = torch.zeros(EXPERTS, dtype=torch.int64, device=DEVICE)
         self.cache = PagedCache(
             *(random(SLOTS, KEY_HEADS, HEAD_DIM) for _ in range(2)), torch.arange(rows, device=DEVICE)
@@ -85,11 +86,12 @@ class Layer:
         normed, total = add_rms_norm(out, residual, self.norms[0], EPS)
         chosen = route(small_linear(normed, self.router, self.router_bias), RULE)
         ids = map_experts(chosen.ids, self.load)
+        self.choice = PackedChoice(ids, None, 0)
         self.dispatcher(normed, None, ids, len(normed), None, self.packed)
         return chosen.weights, total
 
     def routed_fused(self, attended: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        total = linear_add(attended, self.o, self.o_bias, residual)
+        total, self.choice = linear_add(attended, self.o, self.o_bias, residual), None
         chosen = route_rows(
             total, self.norms[0], EPS, self.router, self.router_bias, RULE, self.load, self.packed,
             read_ahead=self.experts.gate_up if self.ahead else None, most=most_rows(len(total)),
@@ -112,7 +114,7 @@ class Layer:
             else (self.queries, self.routed, self.ended)
         )
         weights, total = routed(queries(hidden[0]), hidden[1])
-        rows = ExpertRows(self.packed.counts, self.packed.offsets, most_rows(len(total)))
+        rows = ExpertRows(self.packed.counts, self.packed.offsets, most_rows(len(total)), self.choice)
         return ended(self.experts(self.packed.x, rows), weights, total)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rose_dist.kernels.dsl import Int32, Int64, T, Uint32, Uint64, dsl_user_op, ir, llvm
+from rose_dist.kernels.dsl import Boolean, Int32, Int64, T, Uint16, Uint32, Uint64, dsl_user_op, ir, llvm
 from rose_dist.kernels.inline_asm import asm as _asm
 from rose_dist.kernels.ptx_numbers import (
     absolute,
@@ -190,6 +190,15 @@ def store_16b(address: Any, words: tuple[Any, Any, Any, Any], *, loc: Any = None
 
 
 @dsl_user_op
+def store_where(wanted: Any, address: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """A u16 or u32 where `wanted`. No branch, so that neighbouring values are computed side by side."""
+    value = value if isinstance(value, Uint16) else Uint32(value)
+    kind = "h" if isinstance(value, Uint16) else "r"
+    text = f"{{ .reg .pred wanted; setp.ne.u32 wanted, $0, 0; @wanted st.global.b{value.width} [$1], $2; }}"
+    _asm(text, f"r,l,{kind}", None, Uint32(Boolean(wanted)), Int64(address), value, loc=loc, ip=ip)
+
+
+@dsl_user_op
 def load_packet(address: Any, *, loc: Any = None, ip: Any = None) -> tuple[Any, Any, Any, Any]:
     """16 bytes that another GPU may be writing with `store_packet`: all of one packet, as hardware does it."""
     kind = ir.Type.parse("!llvm.struct<(i32,i32,i32,i32)>")
@@ -222,7 +231,7 @@ def copy_to_shared(target: Any, source: Any, size: Any, barrier: Any, *, loc: An
 
 @dsl_user_op
 def prefetch_to_l2(source: Any, size: Any, *, loc: Any = None, ip: Any = None) -> None:
-    """Ask for `size` bytes of global memory in L2; no one waits for them. Both are multiples of 16."""
+    """Start bringing `size` bytes of global memory into L2; both are multiples of 16."""
     _asm("cp.async.bulk.prefetch.L2.global [$0], $1;", "l,r", None, Int64(source), Uint32(size), loc=loc, ip=ip)
 
 

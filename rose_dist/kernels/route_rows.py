@@ -16,7 +16,8 @@ from rose_dist.kernels.mxfp4_experts import tiling
 from rose_dist.kernels.mxfp4_layout import PackedMxfp4
 from rose_dist.kernels.rms_norm import rms_norm
 from rose_dist.kernels.routing import Router, Routing, Score, route
-from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, EXPERT_SHAPES, WARP, FirstReads
+from rose_dist.kernels.stream_tiling import EXPERT_SHAPES, FirstReads
+from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, WARP
 
 MAX_EXPERTS = 8 * LINEAR_OUTPUTS
 """16 a block of a cluster, which has at most 8 on every GPU."""

@@ -71,129 +71,9 @@ def router_shape(tokens: int, counts: bool) -> RouterShape:
     return (COUNTING_ROUTERS if counts else ROUTERS).select(tokens)
 
 
-@dataclass(frozen=True)
-class StreamShape:
-    """How weights stream past few rows of x, before the matrix's columns are known."""
-
-    warps: int
-    """Warps that compute, at most; they share the columns. One more feeds them."""
-    steps: int
-    """Copies in which 32 matrix rows come, at most."""
-    stages: int
-    """Copies in flight."""
-    rows: int
-    """Rows of x that are multiplied at a time; the weights of an expert with more are streamed again."""
-    buffers: int
-    """Sets of such rows in shared memory."""
-    per_sm: int = 1
-    """Blocks that fit on an SM: with 2, a dependent launch's can fetch weights while this one's still compute."""
-
-
-@dataclass(frozen=True)
-class StreamTiling:
-    """A `StreamShape` for matrices of `columns` · 32 columns, and where things stand in a block's shared memory."""
-
-    columns: int
-    warps: int
-    steps: int
-    stages: int
-    rows: int
-    buffers: int
-    per_sm: int
-    tile_bytes: int
-    """Of 32 by 32 weights."""
-
-    @property
-    def threads(self) -> int:
-        return (self.warps + 1) * WARP
-
-    @property
-    def step_columns(self) -> int:
-        """Scale blocks of a row that a warp takes from one copy."""
-        return self.columns // self.warps // self.steps
-
-    @property
-    def stage_bytes(self) -> int:
-        return self.step_columns * self.warps * self.tile_bytes
-
-    @property
-    def row_tiles(self) -> int:
-        """Groups of 8 rows of x, a tensor core operand's columns."""
-        return -(-self.rows // 8)
-
-    @property
-    def parts(self) -> int:
-        """Results of 16 by 8 that 32 matrix rows give."""
-        return 2 * self.row_tiles
-
-    @property
-    def quads(self) -> int:
-        """Of the 4 lanes that hold an output's sums, two rows each, those that hold rows of x."""
-        return min(4, -(-self.rows // 2))
-
-    @property
-    def part_bytes(self) -> int:
-        return 8 * self.quads * 16
-
-    @property
-    def row_stride(self) -> int:
-        """Bytes from row to row of x: an odd multiple of 64, so that 8 lanes of 2 rows meet 32 different banks."""
-        return (self.columns | 1) * 64
-
-    @property
-    def barriers(self) -> int:
-        """8 bytes each, at the start: a copy has come, all warps are done with one, rows of x have come."""
-        return 2 * self.stages + self.buffers
-
-    @property
-    def row_offset(self) -> int:
-        return -(-self.barriers * 8 // 128) * 128
-
-    @property
-    def ring_offset(self) -> int:
-        return self.row_offset + self.buffers * self.rows * self.row_stride
-
-    @property
-    def meeting_offset(self) -> int:
-        """Where the warps' sums meet: two sets, used in turn."""
-        return self.ring_offset + self.stages * self.stage_bytes
-
-    @property
-    def meeting_bytes(self) -> int:
-        """Of one set of the warps' sums; there are two."""
-        return self.warps * self.parts * self.part_bytes
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.meeting_offset + 2 * self.meeting_bytes
-
-    @property
-    def turn(self) -> int:
-        """By how many warps the turn of adding up moves from item to item."""
-        return self.parts % self.warps
-
-
-def stream(shape: StreamShape, columns: int, tile_bytes: int) -> StreamTiling:
-    """`shape` applied to matrices of `columns` scale blocks a row: warps and steps are the largest divisors."""
-    warps = _divisor(columns, shape.warps)
-    steps = _divisor(columns // warps, shape.steps)
-    return StreamTiling(columns, warps, steps, shape.stages, shape.rows, shape.buffers, shape.per_sm, tile_bytes)
-
-
-def _divisor(value: int, at_most: int) -> int:
+def divisor(value: int, at_most: int) -> int:
+    """The largest divisor of `value` that is at most `at_most`."""
     return next(n for n in range(min(value, at_most), 0, -1) if value % n == 0)
-
-
-EXPERT_SHAPES = Ranges(
-    (0, 2, 5, 9),
-    (
-        StreamShape(warps=15, steps=3, stages=5, rows=1, buffers=2, per_sm=2),
-        StreamShape(warps=15, steps=3, stages=4, rows=4, buffers=1, per_sm=2),
-        StreamShape(warps=15, steps=3, stages=6, rows=8, buffers=1),
-        StreamShape(warps=15, steps=3, stages=4, rows=16, buffers=1),
-    ),
-)
-"""By the rows that an expert may have. All have the same warps and steps, so a row gets the same bits from each."""
 
 
 @dataclass(frozen=True)
@@ -261,25 +141,6 @@ class GemmTiling:
         return self.ring_offset + self.stages * self.stage_bytes
 
 
-@dataclass(frozen=True)
-class FirstReads:
-    """What each block of the experts' kernel reads before it waits for a stage to be free again."""
-
-    tiles: int
-    """Of 32 rows, a matrix. If each row of x takes a matrix of its own, block b of n begins with tile
-    b · rows · tiles / n of all.
-    """
-    tile_bytes: int
-    ring_bytes: int
-
-    @classmethod
-    def of(cls, tiling: StreamTiling, tiles: int) -> FirstReads | None:
-        """None where rows of x share a matrix: which tile is whose is then not worth finding out ahead."""
-        if tiling.rows > 1:
-            return None
-        return cls(tiles, tiling.steps * tiling.stage_bytes, tiling.stages * tiling.stage_bytes)
-
-
 EXPERT_GEMM_ROWS = 40
 """Rows of the largest expert from which on `gemm`'s kernel serves: 24 on average, if they are spread at random."""
 
@@ -287,7 +148,7 @@ EXPERT_GEMM_ROWS = 40
 def gemm(columns: int, tile_bytes: int) -> GemmTiling:
     """The tiling for matrices of `columns` scale blocks a row."""
     return GemmTiling(
-        columns, warps=8, feeders=4, rows=64, step_columns=_divisor(columns, 5), stages=4, tile_bytes=tile_bytes
+        columns, warps=8, feeders=4, rows=64, step_columns=divisor(columns, 5), stages=4, tile_bytes=tile_bytes
     )
 
 
@@ -304,7 +165,7 @@ class LinearShape:
 
     def warps_for(self, runs: int) -> int:
         """The largest divisor."""
-        return _divisor(runs, self.warps)
+        return divisor(runs, self.warps)
 
 
 LINEAR_SHAPES = Ranges((0, 9), (LinearShape(warps=9, ahead=4, per_sm=3), LinearShape(warps=9, ahead=4, per_sm=2)))

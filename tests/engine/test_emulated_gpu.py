@@ -144,6 +144,9 @@ def test_a_decode_step_is_that_of_the_cpu(tmp_path: Path, monkeypatch: pytest.Mo
     assert set(ran) >= {"Embed", "RMSNorm", "QKNormRope", "SmallLinear", "DecodeAttention", "ExpertLinear"}, ran
     if experts == 4:
         assert set(decoded) >= {"LinearRotary", "Route", "DispatchDecode", "Combine"}, decoded
+        streamed = [kernel for kernel in gpu.kernels if type(kernel).__name__ == "ExpertLinear"]
+        early = {kernel.gated for kernel in streamed if kernel.top_k == 2}
+        assert early == {True, False}, "the exchange's choice has not come to the experts"
     else:
         layer = ["LinearRotary", "DecodeAttention", "LinearAdd", "RouteRows", "ExpertLinear", "ExpertLinear"]
         assert decoded == ["Embed", "RMSNorm", *2 * [*layer, "CombineNorm"], "SmallLinear"], decoded

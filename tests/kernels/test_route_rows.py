@@ -16,7 +16,7 @@ from rose_dist.kernels.mxfp4_experts import tiling
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES, PackedMxfp4
 from rose_dist.kernels.route_rows import route_rows, takes
 from rose_dist.kernels.routing import Router, Score
-from rose_dist.kernels.variants import EXPERT_SHAPES
+from rose_dist.kernels.stream_tiling import EXPERT_SHAPES
 
 EPS = 1e-5
 

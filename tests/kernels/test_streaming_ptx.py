@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("cutlass")
 
 from rose_dist.kernels import binary, jit, registry
-from rose_dist.kernels.arch import ARCHS, Arch
+from rose_dist.kernels.arch import ARCHS, HOPPER, Arch
 from rose_dist.kernels.cute.mxfp4_experts import ExpertLinear
 from rose_dist.kernels.cute.mxfp4_experts_prefill import ExpertGemm
+from rose_dist.kernels.cute.mxfp4_experts_warpgroup import SEGMENTS, WarpgroupExpertGemm
 from rose_dist.kernels.cute.small_linear import SmallLinear
 from rose_dist.kernels.jit import Binary
+from rose_dist.kernels.mxfp4_experts import SHARED_BYTES
+from rose_dist.kernels.mxfp4_layout import TILE_BYTES
+from rose_dist.kernels.variants import gemm
+from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES
 
 REGISTERS = 65536
 """Of an SM."""
+WARPGROUP_DEPBAR = 0x00008000000079C5
+"""The instruction's first half: a wait for products."""
+SM_SHARED_BYTES, RESERVED_BYTES = 228 * 1024, 1024
+"""Shared memory of an SM, and what the system takes of it for each block (CUDA programming guide, compute capability 9
+and 10)."""
 
 
 @pytest.fixture(scope="module", params=["sm_90a", "sm_100a"])
@@ -33,13 +45,14 @@ def binaries(arch: Arch) -> list[tuple[ExpertLinear, Binary]]:
 
 def test_every_weight_is_decoded_and_multiplied_once(binaries: list[tuple[ExpertLinear, Binary]]) -> None:
     for kernel, compiled in binaries:
-        blocks = kernel.tiling.columns // kernel.tiling.warps
-        assert compiled.ptx.count("mma.sync.aligned.m16n8k16") == 4 * blocks * kernel.tiling.row_tiles
-        assert compiled.ptx.count("mul.rn.bf16x2") == 16 * blocks
+        blocks, tiling = kernel.tiling.columns // kernel.tiling.warps, kernel.tiling
+        # Where there are more than 8 rows, half of them have code of their own.
+        halves = [tiling.row_tiles] if tiling.row_tiles == 1 else [tiling.row_tiles, tiling.few_row_tiles]
+        assert compiled.ptx.count("mma.sync.aligned.m16n8k16") == 4 * blocks * sum(halves)
+        assert compiled.ptx.count("mul.rn.bf16x2") == 16 * blocks * len(halves)
         loads = compiled.ptx.count("ld.shared.v4.b32")
-        meetings = kernel.tiling.warps
-        assert loads >= blocks * (1 + kernel.tiling.row_tiles)
-        assert compiled.ptx.count("ld.shared.v4.f32") + loads >= blocks + meetings
+        assert loads >= blocks * (len(halves) + sum(halves))
+        assert compiled.ptx.count("ld.shared.v4.f32") + loads >= blocks + tiling.warps
 
 
 def test_weights_and_rows_come_by_bulk_copies_only(binaries: list[tuple[ExpertLinear, Binary]]) -> None:
@@ -53,7 +66,19 @@ def test_two_blocks_fit_where_they_are_meant_to(binaries: list[tuple[ExpertLinea
         per_sm, facts = kernel.tiling.per_sm, binary.facts(compiled)
         assert facts.stack_bytes == 0
         assert per_sm * kernel.tiling.threads * facts.registers <= REGISTERS
-        assert per_sm * (kernel.tiling.shared_bytes + 4096) <= 228 * 1024
+        declared = sum(map(int, re.findall(r"__static_shmem__\d+\[(\d+)\]", compiled.ptx)))
+        shared_bytes = kernel.tiling.shared_bytes + declared + 128 + RESERVED_BYTES  # the dynamic part is aligned
+        assert per_sm * shared_bytes <= SM_SHARED_BYTES
+
+
+def test_the_next_launch_begins_when_the_copies_end(binaries: list[tuple[ExpertLinear, Binary]]) -> None:
+    """Only the feeding warp says so, and behind the wait, so that what was complete for this launch is for the next."""
+    for kernel, compiled in binaries:
+        waits = [m.start() for m in re.finditer(r"griddepcontrol\.wait", compiled.ptx)]
+        allows = [m.start() for m in re.finditer(r"griddepcontrol\.launch_dependents", compiled.ptx)]
+        assert len(waits) == (2 if kernel.early else 1)
+        assert waits[0] < allows[0]
+        assert compiled.ptx.count("cp.async.bulk.prefetch.L2") == (kernel.tiling.ahead if kernel.early else 0)
 
 
 def test_the_second_layer_fetches_weights_before_it_waits(binaries: list[tuple[ExpertLinear, Binary]]) -> None:
@@ -81,11 +106,34 @@ def test_small_linear_has_its_first_weights_under_way_before_it_waits(arch: Arch
 
 
 def test_the_prefill_kernel_decodes_once_for_all_rows(arch: Arch) -> None:
-    kernel = next(k for k in registry._mxfp4_experts(arch) if isinstance(k, ExpertGemm))
-    compiled, tiling = jit.compile_binary(kernel), kernel.tiling
+    tiling = gemm(90, TILE_BYTES)
+    compiled = jit.compile_binary(ExpertGemm(arch, 128, 180, tiling, gated=True))
     both = tiling.row_tiles + tiling.row_tiles // 2  # whole and half segments
     assert compiled.ptx.count("mul.rn.bf16x2") == 2 * 16 * tiling.step_columns
     assert compiled.ptx.count("mma.sync.aligned.m16n8k16") == 4 * tiling.step_columns * both
     assert compiled.ptx.count("ld.shared.v4.b32") == tiling.step_columns * (2 + both)
     assert not re.search(r"ld\.global\S*\.v\d", compiled.ptx)
     assert binary.facts(compiled).stack_bytes == 0
+
+
+def test_products_of_a_warpgroup_overlap_its_decoding() -> None:
+    """The assembler may have each product wait for the one before, and says so only in a remark (C7512, C7513)."""
+    for shape in WARPGROUP_SHAPES.variants:
+        tiling = shape.tiling(90, TILE_BYTES)
+        compiled = jit.compile_binary(WarpgroupExpertGemm(HOPPER, 128, 180, tiling, gated=True))
+        halves, widths = 2 * tiling.step_columns, len(tiling.widths)
+        assert compiled.ptx.count("wgmma.mma_async") == 2 * halves * widths
+        assert compiled.ptx.count("mul.rn.bf16x2") == 8 * (halves + 1) * widths
+        waits = compiled.ptx.count("wgmma.wait_group")
+        assert waits == (halves + 1) * widths
+        words = np.frombuffer(compiled.cubin[: len(compiled.cubin) // 8 * 8], np.uint64)
+        assert np.count_nonzero(words == WARPGROUP_DEPBAR) == waits
+        assert binary.facts(compiled).stack_bytes == 0
+        assert tiling.shared_bytes + 4 * 4 * SEGMENTS + 4096 <= SHARED_BYTES
+
+
+def test_what_a_warpgroup_asks_for_is_there() -> None:
+    tiling = WARPGROUP_SHAPES.variants[-1].tiling(90, TILE_BYTES)
+    assert tiling.launch_registers == 168
+    with pytest.raises(AssertionError):
+        replace(tiling, registers=(96, 208))

@@ -35,7 +35,8 @@ from rose_dist.kernels.dsl import (
 from rose_dist.kernels.linear_add import MAX_ROWS
 from rose_dist.kernels.linear_shapes import LINEAR_OUTPUTS, resident_beside
 from rose_dist.kernels.routing import Score
-from rose_dist.kernels.variants import ROUTERS, WARP, FirstReads
+from rose_dist.kernels.stream_tiling import FirstReads
+from rose_dist.kernels.variants import ROUTERS, WARP
 from rose_dist.kernels.warp_matrix import await_copies
 
 
