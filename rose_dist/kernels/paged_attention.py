@@ -93,9 +93,10 @@ def decode(
         rows: int32 [1], live requests; those beyond give a result of 0, whatever their lengths and tables are.
         workspace: None: scratch memory is allocated, and zeroed by a launch of its own, on every call.
         key_scale, value_scale: what stored keys and values are to be multiplied by.
-        early: whether the launch before writes nothing of all this but queries and the keys and values of each
-            request's last token, so that the others may be fetched while it still runs. It must not let this launch
-            begin before the one before it has ended (`griddepcontrol.wait` comes first).
+        early: whether the launches that may still run when this one begins write nothing of all this, the workspace
+            included, but queries and the keys and values of each request's last token, so that the others may be
+            fetched meanwhile. A launch that lets its dependents begin before its own wait (`linear_rotary`) adds the
+            one before it to those; in a layer, the experts' launches wait first and so end the chain.
 
     Returns:
         `out`, or a new tensor like it.
