@@ -87,14 +87,15 @@ def widen_e4m3x4(word: Any, *, loc: Any = None, ip: Any = None) -> list[Any]:
 
 @dsl_user_op
 def copy_async(
-    shared: Any, source: Any, count: Any, size: int, ahead: int, *, loc: Any = None, ip: Any = None
+    shared: Any, source: Any, count: Any, size: int, ahead: int = 0, *, loc: Any = None, ip: Any = None
 ) -> None:  # fmt: skip
-    """Start copying `count` (u32) of 8 or 16 bytes, 16 past L1, and zeros for the rest; of 0 nothing is read.
+    """Start copying `count` (u32) of 4, 8 or 16 bytes, 16 past L1, and zeros for the rest; of 0 nothing is read.
 
     ahead: bytes, 128 or 256, that the L2 is to fetch together with these: an aligned piece of memory.
     """
     level = "cg" if size == 16 else "ca"
-    text = f"cp.async.{level}.shared.global.L2::{ahead}B [$0], [$1], {size}, $2;"
+    hint = f".L2::{ahead}B" if ahead else ""
+    text = f"cp.async.{level}.shared.global{hint} [$0], [$1], {size}, $2;"
     _asm(text, "r,l,r", None, Uint32(shared), Int64(source), Uint32(count), loc=loc, ip=ip)
 
 

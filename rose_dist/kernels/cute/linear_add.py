@@ -10,7 +10,7 @@ from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute.mxfp4_operands import load_shared
 from rose_dist.kernels.cute.resident_weights import ResidentWeights, halves, pair_of_lane, rows_of_lane
-from rose_dist.kernels.dsl import Int32, Int64, Stream, Uint8, Uint32, cute
+from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint8, Uint32, cute
 from rose_dist.kernels.linear_shapes import LINEAR_OUTPUTS, resident
 from rose_dist.kernels.variants import WARP
 from rose_dist.kernels.warp_matrix import await_copies, commit_copies, copy_async
@@ -63,7 +63,7 @@ class LinearAdd(jit.Kernel):
         held = product.fetch(first, first + row_bytes, shared)
         writes = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP) == 0
         if writes:
-            copy_async(self.place(shared, 0), bias + Int64(pair) * 4, bias != 0, 4)
+            copy_async(self.place(shared, 0), bias + Int64(pair) * 4, Uint32(Boolean(bias != 0)) * 4, 4)
         cute.arch.griddepcontrol_wait()
         if writes:
             self.copy_residual(shared, residual, pair, rows, outputs)
@@ -84,7 +84,7 @@ class LinearAdd(jit.Kernel):
     def copy_residual(self, shared: Any, residual: Any, pair: Any, rows: Any, outputs: Any) -> None:
         for i, row in enumerate(rows_of_lane(cute.arch.thread_idx()[0] % WARP)):
             source = residual + (Int64(row) * outputs + pair * 2) * 2
-            copy_async(self.place(shared, 1 + i), source, row < rows, 4)
+            copy_async(self.place(shared, 1 + i), source, Uint32(Boolean(row < rows)) * 4, 4)
 
     @cute.jit
     def write(self, shared: Int32, out: Int64, rows: Int32, outputs: Int32) -> None:

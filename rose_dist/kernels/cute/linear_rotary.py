@@ -83,7 +83,7 @@ class LinearRotary(jit.Kernel):
             for half in range_constexpr(2):
                 # The word that this output's bias is in.
                 source = bias + (output + half * (self.head_dim // 2)) // 2 * 4
-                copy_async(self.word(shared, BIAS + half), source, True, 4)
+                copy_async(self.word(shared, BIAS + half), source, 4, 4)
         cute.arch.griddepcontrol_wait()
         if writes:
             self.copy_turns(shared, cos, sin, slots, place, rows)
@@ -109,8 +109,8 @@ class LinearRotary(jit.Kernel):
         for i, row in enumerate(rows_of_lane(cute.arch.thread_idx()[0] % WARP)):
             for j, table in enumerate((cos, sin)):
                 source = table + (Int64(row) * (self.head_dim // 2) + place) * 4
-                copy_async(self.word(shared, TURNS + 2 * i + j), source, row < rows, 4)
-            copy_async(self.word(shared, SLOTS + 2 * i), slots + Int64(row) * 8, row < rows, 8)
+                copy_async(self.word(shared, TURNS + 2 * i + j), source, Uint32(Boolean(row < rows)) * 4, 4)
+            copy_async(self.word(shared, SLOTS + 2 * i), slots + Int64(row) * 8, Uint32(Boolean(row < rows)) * 8, 8)
 
     @cute.jit
     def write(
