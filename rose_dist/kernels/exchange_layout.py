@@ -21,7 +21,13 @@ rows (source, token, place) is nobody's choice.
 
 A source with at most `packet_tokens` tokens sends packets (`cute.packets`: 12 bytes of data and the epoch, no flag);
 with more it sends plain rows, `CHUNK` tokens at a time, each chunk with a flag. Results come back the same way, to
-place (token, place in the top k) of the source. Each area has several copies, used in turn by epoch. The areas:
+place (token, place in the top k) of the source. Each area has several copies, used in turn by epoch.
+
+With `quantized`, a source that sends packets is given bf16 rows and quantises them as it sends. Its records' packets
+then carry units of 128 values: 32 words of codes and one word of scales, an fp32 or four bytes, are `UNIT_PACKETS`
+packets without a gap. So whoever takes a part of a record makes and places its codes and scales without the rest.
+
+The areas:
 
 - `headers`: packets [copies, source, header_packets], written by every source.
 - `record_packets`: packets [copies, source, packet_tokens, record_packets], written by sources with few tokens.
@@ -48,8 +54,9 @@ from dataclasses import dataclass
 
 from rose_dist.kernels import checks
 from rose_dist.kernels.expert_slots import MAX_EXPERTS, MAX_K, MAX_PAIRS
+from rose_dist.kernels.formats import FP8, MXFP8, BlockFormat
 from rose_dist.kernels.memory_areas import ALIGNMENT, MemoryAreas, round_up
-from rose_dist.kernels.peer_regions import PACKET_BYTES, packets
+from rose_dist.kernels.peer_regions import PACKET_BYTES, PACKET_WORDS, packets
 
 MAX_PEERS = 32
 """Ranks that may exchange; a token's destinations are the bits of one word."""
@@ -58,6 +65,11 @@ PACKET_TOKENS = 256
 CHUNK = 16
 """Tokens of plain rows that share a flag."""
 HEADER_WORDS = 3
+UNIT_VALUES, UNIT_WORDS = 128, 33
+"""Of a quantised record's row: values, and the words that carry their codes and scales."""
+UNIT_PACKETS = UNIT_WORDS // PACKET_WORDS
+FUSED_FORMATS = (FP8, MXFP8)
+"""Formats with one word of scales for the codes of `UNIT_VALUES` values."""
 ORDINAL_BITS = 20
 """Of a place in `meta`: how many pairs of one source and expert may be told apart."""
 NO_PLACE = 0xFFFFFFFF
@@ -80,6 +92,8 @@ class ExchangeLayout(MemoryAreas):
     in_flight: int = 1
     """Dispatches that may wait for their combine at once."""
     most_packet_tokens: int = PACKET_TOKENS
+    quantized: BlockFormat | None = None
+    """What a source of few tokens makes of bf16 rows as it sends them; None: rows travel as they are given."""
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -94,6 +108,13 @@ class ExchangeLayout(MemoryAreas):
             value = getattr(self, name)
             if value <= 0 or value % 16:
                 raise checks.fail(name, f"is {value}; must be a multiple of 16: rows travel 16 bytes at a time")
+        if self.quantized is not None:
+            allowed = ", ".join(map(str, FUSED_FORMATS))
+            if self.quantized not in FUSED_FORMATS:
+                raise checks.fail("quantized", f"is {self.quantized}; allowed: {allowed}")
+            wanted = self.quantized.blocks(self.row_bytes) * self.quantized.scale.bytes
+            if self.scale_bytes != wanted:
+                raise checks.fail("scale_bytes", f"is {self.scale_bytes}; {self.quantized} rows have {wanted}")
 
     # --- Which rank holds an expert ------------------------------------------------------------------------------
 
@@ -134,8 +155,13 @@ class ExchangeLayout(MemoryAreas):
         return self.row_bytes // 4 + -(-self.scale_bytes // 4)
 
     @property
+    def units(self) -> int:
+        """Of a quantised record's row; the last may be partly beyond it."""
+        return -(-self.row_bytes // UNIT_VALUES)
+
+    @property
     def data_packets(self) -> int:
-        return packets(self.data_words)
+        return packets(self.data_words) if self.quantized is None else self.units * UNIT_PACKETS
 
     @property
     def record_packets(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rose_dist.kernels.exchange_layout import UNIT_PACKETS, ExchangeLayout
 from rose_dist.kernels.variants import WARP, Ranges
 
 MOST_THREADS = 512
@@ -23,6 +24,8 @@ class PacketTiling:
 
     packets: int
     most: int
+    unit: int = PART_UNIT
+    """Packets of a part are a multiple of this."""
 
     @property
     def splits(self) -> int:
@@ -31,7 +34,7 @@ class PacketTiling:
     @property
     def part(self) -> int:
         """Packets of a block's part."""
-        return _up(_up(self.packets, self.splits) // self.splits, PART_UNIT)
+        return _up(_up(self.packets, self.splits) // self.splits, self.unit)
 
     @property
     def turns(self) -> int:
@@ -49,6 +52,11 @@ class PacketTiling:
     def inside(self, split: Any, thread: Any, turn: int) -> Any:
         """Whether it is the thread's own."""
         return (thread + turn * self.threads < self.part) & (self.packet(split, thread, turn) < self.packets)
+
+
+def record_tiling(layout: ExchangeLayout, most: int) -> PacketTiling:
+    """Of a record's row and scales; a part of a quantised record is whole units."""
+    return PacketTiling(layout.data_packets, most, PART_UNIT if layout.quantized is None else UNIT_PACKETS)
 
 
 def _up(number: int, unit: int) -> int:

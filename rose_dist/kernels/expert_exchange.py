@@ -16,7 +16,7 @@ from torch import Tensor
 from rose_dist.kernels import checks, jit, launch
 from rose_dist.kernels.exchange_layout import CHUNK, HEADER_WORDS, ExchangeLayout
 from rose_dist.kernels.exchange_order import SourceOrder
-from rose_dist.kernels.exchange_tiling import PARTS, PacketTiling
+from rose_dist.kernels.exchange_tiling import PARTS, PacketTiling, record_tiling
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.moe_dispatch import LIMIT_NS
 from rose_dist.kernels.peer_regions import STAGES
@@ -105,6 +105,10 @@ class ExpertExchange:
             self._push_kernel()
             self._sum_kernel(result_dtype, False)
 
+    def fuses(self, tokens: int) -> bool:
+        """Whether dispatches of so many tokens quantise."""
+        return self.layout.quantized is not None and tokens <= self.layout.packet_tokens
+
     @property
     def sent(self) -> Tensor:
         """int64 [1] on the device: (token, place) pairs sent to other ranks so far."""
@@ -129,7 +133,7 @@ class ExpertExchange:
         self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None
     ) -> None:
         """`x` [tokens, row], `ids` int32 [tokens, top_k]; live are the first `tokens` or fewer, if `live_rows`, int32
-        [1], says so.
+        [1], says so. Where `fuses(tokens)`, `x` is bf16 and `scales` None.
         """
         _check_inputs(x, scales, ids)
         if tokens > self.layout.packet_tokens:
@@ -173,7 +177,7 @@ class ExpertExchange:
         self, given: tuple[Tensor | None, ...], tokens: int, out: ReceivedRows | None, send: bool, receive: bool
     ) -> None:
         most = PARTS.select(tokens * 100 // self._sms)
-        tiling = PacketTiling(self.layout.data_packets, most)
+        tiling = record_tiling(self.layout, most)
         written: tuple[Tensor | None, ...] = (None,) * 8
         if out is not None:
             written = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -30,7 +31,7 @@ from rose_dist.kernels.cute.rms_norm import RMSNorm
 from rose_dist.kernels.cute.routing import Route
 from rose_dist.kernels.cute.small_linear import COLUMNS, SmallLinear
 from rose_dist.kernels.cute.swiglu import GatedActivation
-from rose_dist.kernels.exchange_layout import ExchangeLayout
+from rose_dist.kernels.exchange_layout import FUSED_FORMATS, ExchangeLayout
 from rose_dist.kernels.exchange_tiling import PARTS
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.formats import FORMATS, FP8, MXFP8, BlockFormat, BlockOutput, Scale, ScaleLayout
@@ -249,6 +250,12 @@ def _exchanges(arch: Arch) -> Iterator[Kernel]:
     for layout, packed, most, half in cases:
         yield ExchangeDispatch(arch, layout, packed, launch.widest(arch, layout.row_bytes), most, *half)
         yield ExchangeCombine(arch, layout, bf16, bf16, False, most, *half)
+    for fmt in FUSED_FORMATS:
+        scale_bytes = fmt.blocks(DEEPSEEK_EXCHANGE.row_bytes) * fmt.scale.bytes
+        layout = replace(DEEPSEEK_EXCHANGE, max_tokens=128, quantized=fmt, scale_bytes=scale_bytes)
+        for most in (few, many):
+            width = launch.widest(arch, layout.row_bytes)
+            yield ExchangeDispatch(arch, layout, PackedLayout(128), width, most, *whole)
     layout = DEEPSEEK_EXCHANGE
     yield AssignSlots(arch, layout.experts, layout.top_k, PackedLayout(), warps=8)
     yield AssignRecords(arch, layout.ranks, layout.top_k, PackedLayout(), 8, layout)

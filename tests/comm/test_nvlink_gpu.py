@@ -19,6 +19,7 @@ from rose_dist.comm.symmetric_memory import Region
 from rose_dist.kernels.arch import ARCHS
 from rose_dist.kernels.errors import KernelArgumentError
 from rose_dist.kernels.expert_slots import PackedLayout
+from rose_dist.kernels.formats import FP8 as BLOCKS_FP8
 from tests.comm.emulated import SMS, Cluster
 from tests.comm.oracle import Batch, Case, expected_out, expected_rows, run_experts
 from tests.comm.test_all_to_all import BF16, CASES, FP8, same_bits
@@ -84,8 +85,8 @@ class Exchange:
         batch, tensor = self.batches[rank], self.job.cluster.tensor
         routing = Routing(tensor(batch.routing.ids), tensor(batch.routing.weights))
         rows = None if self.case.rows is None else tensor(torch.tensor([batch.live], dtype=torch.int32))
-        scales = None if batch.scales is None else tensor(batch.scales)
-        return (tensor(batch.x), routing), {"scales": scales, "rows": rows}
+        scales = None if batch.given_scales is None else tensor(batch.given_scales)
+        return (tensor(batch.given), routing), {"scales": scales, "rows": rows}
 
     def dispatch(self, half: str = "dispatch") -> None:
         def call(rank: int) -> Any:
@@ -158,6 +159,7 @@ SMALL |= {
     "all alike": Case(tokens=(9, 7), routing="same"),
     "many experts": Case(tokens=(2, 1), experts=1030, top_k=2),
     "a row of several parts": Case(tokens=(2, 1), hidden=6400, top_k=2, dtype=BF16),
+    "quantised, a row of several parts": Case(tokens=(2, 1), hidden=5 * 1424, top_k=2, quantized=BLOCKS_FP8),
     "fp8 with scales, 2880": Case(tokens=(2, 1), hidden=2880, top_k=2, dtype=FP8, out_dtype=BF16, scale_dim=23),
 }
 
@@ -205,6 +207,7 @@ ROWS = {
     "duplicates": Case(tokens=(5, 4), routing="duplicates"),
     "odd experts": Case(tokens=(18, 5), experts=5, dtype=BF16, accumulate=True),
     "fp8 with scales to bf16": Case(tokens=(5, 3), dtype=FP8, out_dtype=BF16, scale_dim=3, hidden=2096),
+    "quantised by a launch": Case(tokens=(5, 2), quantized=BLOCKS_FP8, hidden=272),
     "one-byte scales": Case(tokens=(5, 4), dtype=FP8, out_dtype=BF16, scale_dim=5, scale_dtype=torch.uint8, hidden=48),
     "top 17": Case(tokens=(5, 4), top_k=17, experts=37),
 }

@@ -10,7 +10,7 @@ import torch
 
 from rose_dist.comm.all_to_all.agreement import agree
 from rose_dist.comm.all_to_all.local_gpu import GpuOptions
-from rose_dist.comm.all_to_all.packing import check_combine, check_live, check_out, check_shapes
+from rose_dist.comm.all_to_all.packing import check_combine, check_live, check_out, check_shapes, travelling
 from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig, Dispatched, Handle, Routing
 from rose_dist.comm.layout import even_split
 from rose_dist.comm.symmetric_memory import Ranks, Region
@@ -31,6 +31,9 @@ class NvLink(AllToAll):
     `rows` is a tensor. Halves are to be called in the same order on all ranks, each kind in the order of the sends.
     """
 
+    fuses = True
+    """Whether few rows are quantised as they are sent, rather than by a launch before."""
+
     def __init__(
         self, config: AllToAllConfig, group: Ranks, options: GpuOptions, take: Callable[[int], Region], sms: int
     ) -> None:
@@ -40,7 +43,7 @@ class NvLink(AllToAll):
         agree(config, group)
         self.config = config
         self.local_experts = even_split(config.num_experts, group.size, group.rank)
-        self.layout = exchange_layout(config, group.size, options.in_flight)
+        self.layout = exchange_layout(config, group.size, options.in_flight, fuse=self.fuses)
         agree(self.layout, group)
         region = take(self.layout.region_bytes)
         self.exchange = self.build(group, options, take, region, sms)
@@ -71,6 +74,7 @@ class NvLink(AllToAll):
     ) -> Dispatched:  # fmt: skip
         handle = self._start(x, routing, scales, rows)
         handle.enter(self, "dispatch_recv")
+        x, scales = self._travelling(x, scales, handle)
         self.exchange.dispatch(x, scales, routing.ids, handle.live, handle.live_rows, handle.received)
         return self._dispatched(handle)
 
@@ -79,6 +83,7 @@ class NvLink(AllToAll):
         rows: torch.Tensor | int | None = None,
     ) -> NvLinkHandle:  # fmt: skip
         handle = self._start(x, routing, scales, rows)
+        x, scales = self._travelling(x, scales, handle)
         self.exchange.dispatch_send(x, scales, routing.ids, handle.live, handle.live_rows)
         return handle
 
@@ -129,6 +134,14 @@ class NvLink(AllToAll):
         handle.release = weakref.finalize(handle, self._free.append, handle.received)
         return handle
 
+    def _travelling(
+        self, x: torch.Tensor, scales: torch.Tensor | None, handle: NvLinkHandle
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the kernels are given: they quantise few rows themselves."""
+        if self.exchange.fuses(handle.live):
+            return x, scales
+        return travelling(self.config, x, scales, handle.live_rows)
+
     def _dispatched(self, handle: NvLinkHandle) -> Dispatched:
         received, local, config = handle.received, len(self.local_experts), self.config
         scales: Any = received.scales
@@ -148,11 +161,13 @@ class NvLink(AllToAll):
         return handle
 
 
-def exchange_layout(config: AllToAllConfig, ranks: int, in_flight: int) -> ExchangeLayout:
-    """Of the memory that so many ranks need; raises `KernelArgumentError` for sizes that don't fit."""
+def exchange_layout(config: AllToAllConfig, ranks: int, in_flight: int, *, fuse: bool = True) -> ExchangeLayout:
+    """Of the memory that so many ranks need; raises `KernelArgumentError` for sizes that don't fit. fuse: the kernels
+    may quantise as they send.
+    """
     return ExchangeLayout(
         ranks=ranks, experts=config.num_experts, top_k=config.top_k, max_tokens=config.max_tokens,
         row_bytes=config.hidden * config.dtype.itemsize, scale_bytes=config.scale_dim * config.scale_dtype.itemsize,
         result_bytes=config.hidden * config.expert_dtype.itemsize, in_flight=in_flight,
-        most_packet_tokens=PACKET_TOKENS,
+        most_packet_tokens=PACKET_TOKENS, quantized=config.quantized if fuse else None,
     )  # fmt: skip

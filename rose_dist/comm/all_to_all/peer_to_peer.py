@@ -17,6 +17,8 @@ from rose_dist.kernels.network_layout import NetworkLayout
 class PeerToPeer(NvLink):
     """As `NvLink`, with ranks across the network among the group's."""
 
+    fuses = False
+
     def __init__(
         self,
         config: AllToAllConfig,

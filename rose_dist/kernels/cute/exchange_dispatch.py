@@ -10,7 +10,7 @@ from rose_dist.kernels.cute.exchange_receive import RecordReceiver
 from rose_dist.kernels.cute.exchange_send import PacketSender
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, const_expr, cute
 from rose_dist.kernels.exchange_layout import ExchangeLayout
-from rose_dist.kernels.exchange_tiling import PacketTiling
+from rose_dist.kernels.exchange_tiling import PacketTiling, record_tiling
 from rose_dist.kernels.expert_slots import PackedLayout
 
 
@@ -32,7 +32,7 @@ class ExchangeDispatch(jit.Kernel):
     @property
     def tiling(self) -> PacketTiling:
         """Of a record."""
-        return PacketTiling(self.layout.data_packets, self.most)
+        return record_tiling(self.layout, self.most)
 
     @cute.jit
     def __call__(
@@ -41,7 +41,8 @@ class ExchangeDispatch(jit.Kernel):
         own: Int64, send_state: Int64, receive_state: Int64, report: Int64, limit_ns: Int64, rank: Int32, tokens: Int32,
         blocks: Int32, stream: Stream,
     ) -> None:  # fmt: skip
-        """Addresses. To send: x [tokens, row_bytes], scales, ids int32 [tokens, top_k], live_rows int32 [1] or 0, sent
+        """Addresses. To send: x [tokens, row_bytes] and scales, or with `layout.quantized` x bf16 [tokens, row_bytes];
+        ids int32 [tokens, top_k], live_rows int32 [1] or 0, sent
         u64 [1], the pairs sent to other ranks so far.
         Written when receiving: packed and packed_scales; counts int32 [width], offsets int64 [width + 1]; for combine
         sources int32 [ranks, 3] (the first words of the headers), tokens_of int32 [ranks, max_tokens] and slots int32
@@ -67,7 +68,7 @@ class ExchangeDispatch(jit.Kernel):
         cute.arch.griddepcontrol_launch_dependents()
         if const_expr(self.send):
             live, epoch = vector.live_rows(live_rows, tokens), packets.current_epoch(send_state)
-            PacketSender(self.layout, self.tiling).push(x, scales, ids, live, peers, sent, epoch, rank)
+            PacketSender(self.arch, self.layout, self.tiling).push(x, scales, ids, live, peers, sent, epoch, rank)
             packets.finish_epoch(send_state, first, blocks, Boolean(True))
         if const_expr(self.receive):
             receiver = RecordReceiver(self.layout, self.packed, self.tiling, self.vector_bytes)

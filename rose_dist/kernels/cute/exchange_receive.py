@@ -8,9 +8,10 @@ from typing import Any
 from rose_dist.kernels import ptx, sync, vector
 from rose_dist.kernels.cute import packets
 from rose_dist.kernels.cute.exchange_parts import Arrivals, copy_of, receive_headers, slot_of, store_scale_word
+from rose_dist.kernels.cute.exchange_quantize import apart
 from rose_dist.kernels.cute.expert_slots import scan_starts, shared_integers
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Uint32, const_expr, cute, range_constexpr
-from rose_dist.kernels.exchange_layout import HEADER_WORDS, ExchangeLayout
+from rose_dist.kernels.exchange_layout import HEADER_WORDS, UNIT_PACKETS, UNIT_VALUES, ExchangeLayout
 from rose_dist.kernels.exchange_tiling import PacketTiling
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.peer_regions import CHUNK_STAGE, PACKET_BYTES, PACKET_WORDS, RECORD_STAGE
@@ -129,12 +130,22 @@ class RecordReceiver:
         for turn in range_constexpr(tiling.turns):
             for word in range_constexpr(PACKET_WORDS):
                 if wanted[1 + turn]:
-                    at = (thread + turn * tiling.threads) * PACKET_WORDS + word
-                    stage[at] = received[4 * (1 + turn) + word]
+                    stage[self.place(thread + turn * tiling.threads, word)] = received[4 * (1 + turn) + word]
         if not alive:
             passed[0] = Int32(0)
         cute.arch.sync_threads()
         return alive
+
+    def place(self, packet: Any, word: int) -> Any:
+        """Where a word of a part's packet is staged."""
+        if self.layout.quantized is None:
+            return packet * PACKET_WORDS + word
+        return apart(packet, word, self.units)
+
+    @property
+    def units(self) -> int:
+        """Of a part of a quantised record."""
+        return self.tiling.part // UNIT_PACKETS
 
     @cute.jit
     def find_slots(
@@ -165,6 +176,8 @@ class RecordReceiver:
         """A staged part to all the record's slots."""
         layout, tiling, size, thread = self.layout, self.tiling, self.vector_bytes, cute.arch.thread_idx()[0]
         part_bytes = tiling.part * PACKET_WORDS * 4
+        if const_expr(layout.quantized is not None):
+            part_bytes = self.units * UNIT_VALUES
         for number in range(thread, part_bytes // size, tiling.threads):
             at = split * part_bytes + number * size
             if at < layout.row_bytes:
@@ -175,14 +188,27 @@ class RecordReceiver:
                         target = packed + Int64(slot) * layout.row_bytes + at
                         vector.store_words(target, words, Uint32, size)
         if const_expr(layout.scale_bytes > 0):
-            for number in range(thread, layout.data_words - layout.row_bytes // 4, tiling.threads):
-                at = layout.row_bytes // 4 + number - split * (part_bytes // 4)
-                if (at >= 0) & (at < part_bytes // 4):
-                    for j in range(layout.top_k):
-                        slot = mine[j]
-                        if slot >= 0:
-                            target = packed_scales + Int64(slot) * layout.scale_bytes
-                            store_scale_word(target, number, stage[at], layout.scale_bytes)
+            self.store_scales(stage, split, mine, packed_scales)
+
+    @cute.jit
+    def store_scales(self, stage: cute.Tensor, split: Int32, mine: cute.Tensor, packed_scales: Int64) -> None:
+        """The scales in a staged part."""
+        layout, thread, threads = self.layout, cute.arch.thread_idx()[0], self.tiling.threads
+        # The row's words of scales that are in this part are `first` to `end`; the first is staged at `start`.
+        if const_expr(layout.quantized is not None):
+            first, start = split * self.units, self.units * (UNIT_VALUES // 4)
+            end = vector.min_of(first + self.units, Int32(layout.units))
+        else:
+            words, row_words = self.tiling.part * PACKET_WORDS, layout.row_bytes // 4
+            first = vector.max_of(split * words - row_words, Int32(0))
+            start = row_words + first - split * words
+            end = vector.min_of((split + 1) * words, Int32(layout.data_words)) - row_words
+        for number in range(first + thread, end, threads):
+            for j in range(layout.top_k):
+                slot = mine[j]
+                if slot >= 0:
+                    target = packed_scales + Int64(slot) * layout.scale_bytes
+                    store_scale_word(target, number, stage[start + number - first], layout.scale_bytes)
 
     # --- Plain rows --------------------------------------------------------------------------------------------------
 

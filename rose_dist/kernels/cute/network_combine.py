@@ -140,7 +140,7 @@ class LandResults(jit.Kernel):
             shared_integers(exchange.packet_tokens * exchange.top_k),
             shared_integers(exchange.packet_tokens),
         )
-        PacketSender(exchange, self.tiling).count(ids, live, counted, experts, masks)
+        PacketSender(self.arch, exchange, self.tiling).count(ids, live, counted, experts, masks)
         alive = Boolean(True)
         for item in range(cute.arch.block_idx()[0], far_count * layout.result_messages, cute.arch.grid_dim()[0]):
             peer, message = vector.scalar(far + Int64(item % far_count) * 4, Int32)[0], item // far_count
