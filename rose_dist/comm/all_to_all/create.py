@@ -75,5 +75,5 @@ def region_bytes(config: AllToAllConfig, ranks: int, in_flight: int = 1, *, netw
     """What `create` takes of the symmetric memory for experts spread over so many data-parallel GPUs. network: some are
     on other nodes.
     """
-    layout = exchange_layout(config, ranks, in_flight, fuse=not network)
+    layout = exchange_layout(config, ranks, in_flight, network=network)
     return layout.region_bytes + (NetworkLayout(layout).region_bytes if network else 0)

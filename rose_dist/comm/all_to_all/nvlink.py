@@ -14,7 +14,13 @@ from rose_dist.comm.all_to_all.packing import check_combine, check_live, check_o
 from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig, Dispatched, Handle, Routing
 from rose_dist.comm.layout import even_split
 from rose_dist.comm.symmetric_memory import Ranks, Region
-from rose_dist.kernels.exchange_layout import PACKET_TOKENS, ExchangeLayout
+from rose_dist.kernels.exchange_layout import (
+    CHUNK,
+    NVLINK_CHUNK,
+    PACKET_TOKENS,
+    RESULT_PACKET_BYTES,
+    ExchangeLayout,
+)
 from rose_dist.kernels.expert_exchange import ExpertExchange, ReceivedRows, received_rows
 
 
@@ -31,8 +37,8 @@ class NvLink(AllToAll):
     `rows` is a tensor. Halves are to be called in the same order on all ranks, each kind in the order of the sends.
     """
 
-    fuses = True
-    """Whether few rows are quantised as they are sent, rather than by a launch before."""
+    network = False
+    """Whether some ranks are on other nodes."""
 
     def __init__(
         self, config: AllToAllConfig, group: Ranks, options: GpuOptions, take: Callable[[int], Region], sms: int
@@ -43,7 +49,7 @@ class NvLink(AllToAll):
         agree(config, group)
         self.config = config
         self.local_experts = even_split(config.num_experts, group.size, group.rank)
-        self.layout = exchange_layout(config, group.size, options.in_flight, fuse=self.fuses)
+        self.layout = exchange_layout(config, group.size, options.in_flight, network=self.network)
         agree(self.layout, group)
         region = take(self.layout.region_bytes)
         self.exchange = self.build(group, options, take, region, sms)
@@ -161,13 +167,14 @@ class NvLink(AllToAll):
         return handle
 
 
-def exchange_layout(config: AllToAllConfig, ranks: int, in_flight: int, *, fuse: bool = True) -> ExchangeLayout:
-    """Of the memory that so many ranks need; raises `KernelArgumentError` for sizes that don't fit. fuse: the kernels
-    may quantise as they send.
+def exchange_layout(config: AllToAllConfig, ranks: int, in_flight: int, *, network: bool = False) -> ExchangeLayout:
+    """Of the memory that so many ranks need; raises `KernelArgumentError` for sizes that don't fit. network: some are
+    on other nodes, whose messages are larger and carry rows as they are given.
     """
     return ExchangeLayout(
         ranks=ranks, experts=config.num_experts, top_k=config.top_k, max_tokens=config.max_tokens,
         row_bytes=config.hidden * config.dtype.itemsize, scale_bytes=config.scale_dim * config.scale_dtype.itemsize,
         result_bytes=config.hidden * config.expert_dtype.itemsize, in_flight=in_flight,
-        most_packet_tokens=PACKET_TOKENS, quantized=config.quantized if fuse else None,
+        most_packet_tokens=PACKET_TOKENS, most_result_packet_bytes=1 << 62 if network else RESULT_PACKET_BYTES,
+        chunk=CHUNK if network else NVLINK_CHUNK, quantized=None if network else config.quantized,
     )  # fmt: skip

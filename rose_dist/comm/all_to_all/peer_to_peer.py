@@ -17,7 +17,7 @@ from rose_dist.kernels.network_layout import NetworkLayout
 class PeerToPeer(NvLink):
     """As `NvLink`, with ranks across the network among the group's."""
 
-    fuses = False
+    network = True
 
     def __init__(
         self,

@@ -11,7 +11,15 @@ from rose_dist.kernels.cute.exchange_parts import Arrivals, copy_of, receive_hea
 from rose_dist.kernels.cute.exchange_quantize import apart
 from rose_dist.kernels.cute.expert_slots import scan_starts, shared_integers
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Uint32, const_expr, cute, range_constexpr
-from rose_dist.kernels.exchange_layout import HEADER_WORDS, UNIT_PACKETS, UNIT_VALUES, ExchangeLayout
+from rose_dist.kernels.exchange_layout import (
+    HEADER_WORDS,
+    PACKETS,
+    RETURNS,
+    ROWS,
+    UNIT_PACKETS,
+    UNIT_VALUES,
+    ExchangeLayout,
+)
 from rose_dist.kernels.exchange_tiling import PacketTiling
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.peer_regions import CHUNK_STAGE, PACKET_BYTES, PACKET_WORDS, RECORD_STAGE
@@ -32,11 +40,11 @@ class RecordReceiver:
     @cute.jit
     def take(
         self, packed: Int64, packed_scales: Int64, counts: Int64, offsets: Int64, sources: Int64, tokens: Int64,
-        slots: Int64, runs: Int64, own: Int64, epoch: Uint32, report: Int64, limit_ns: Int64, rank: Int32,
+        slots: Int64, runs: Int64, own: Int64, epoch: Uint32, report: Int64, limit_ns: Int64, rank: Int32, block: Int32,
+        blocks: Int32,
     ) -> None:  # fmt: skip
-        """Arguments: as for `ExchangeDispatch`."""
+        """By `blocks` blocks, of which this is number `block`. Arguments: as for `ExchangeDispatch`."""
         layout, tiling, threads = self.layout, self.tiling, self.tiling.threads
-        block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         headers = shared_integers(layout.ranks * (HEADER_WORDS + layout.width))
         starts, passed, mine = shared_integers(layout.width + 1), shared_integers(1), shared_integers(layout.top_k)
         meta = shared_integers(layout.meta_packets * PACKET_WORDS)
@@ -45,32 +53,32 @@ class RecordReceiver:
             cute.make_layout(tiling.part * PACKET_WORDS),
         )
         receive_headers(layout, own, epoch, headers, passed, limit_ns, report, rank, threads)
-        self.place_sources(headers, starts, counts, offsets, sources)
+        self.place_sources(headers, starts, counts, offsets, sources, block == 0)
         alive = Boolean(passed[0] != 0)
         cute.arch.sync_threads()
-        arrivals = Arrivals(layout.ranks, HEADER_WORDS + layout.width)
-        records = arrivals.total(headers, 0)
+        arrivals, packed_forms = Arrivals(layout, HEADER_WORDS + layout.width), (PACKETS, RETURNS)
+        records = arrivals.total(headers, packed_forms)
         for item in range(block, records * tiling.splits, blocks):
-            source, row = arrivals.locate(headers, 0, item // tiling.splits, rank)
+            source, row = arrivals.locate(headers, packed_forms, item // tiling.splits, rank)
             split = item % tiling.splits
             alive = self.take_packets(
                 own, source, row, split, epoch, alive, limit_ns, report, rank, meta, stage, passed
             )
-            self.find_slots(source, row, split, meta, headers, starts, mine, passed, tokens, slots)
+            self.find_slots(source, row, split, meta, headers, starts, mine, passed, rank, tokens, slots)
             self.store_part(stage, split, mine, packed, packed_scales)
             cute.arch.sync_threads()
         if const_expr(layout.has_rows):
-            chunks = arrivals.total(headers, 1)
-            for item in range(block, chunks, blocks):
-                source, chunk = arrivals.locate(headers, 1, item, rank)
-                self.take_chunk(
-                    own, source, chunk, epoch, limit_ns, report, rank, headers, starts, passed, meta, packed,
-                    packed_scales, tokens, slots, runs,
-                )  # fmt: skip
+            for item in range(block, arrivals.turns(headers, (ROWS,)), blocks):
+                source, chunk, there = arrivals.by_turns(headers, (ROWS,), item, rank)
+                if there:
+                    self.take_chunk(
+                        own, source, chunk, epoch, limit_ns, report, rank, headers, starts, passed, meta, packed,
+                        packed_scales, tokens, slots, runs,
+                    )  # fmt: skip
 
     @cute.jit
     def place_sources(
-        self, headers: cute.Tensor, starts: cute.Tensor, counts: Int64, offsets: Int64, sources: Int64
+        self, headers: cute.Tensor, starts: cute.Tensor, counts: Int64, offsets: Int64, sources: Int64, first: Boolean
     ) -> None:
         """Where each expert and each source's share of it start, the latter in place of the headers' counts; the first
         block also writes what follows reads.
@@ -90,7 +98,7 @@ class RecordReceiver:
         for expert in range(thread, layout.width, threads):
             for source in range(layout.ranks):
                 headers[source * words + HEADER_WORDS + expert] += starts[expert]
-        if cute.arch.block_idx()[0] == 0:
+        if first:
             for expert in range(thread, layout.width + 1, threads):
                 vector.scalar(offsets + Int64(expert) * 8, Int64)[0] = Int64(starts[expert])
                 if expert < layout.width:
@@ -150,7 +158,7 @@ class RecordReceiver:
     @cute.jit
     def find_slots(
         self, source: Int32, row: Int32, split: Int32, meta: cute.Tensor, headers: cute.Tensor, starts: cute.Tensor,
-        mine: cute.Tensor, passed: cute.Tensor, tokens: Int64, slots: Int64,
+        mine: cute.Tensor, passed: cute.Tensor, rank: Int32, tokens: Int64, slots: Int64,
     ) -> None:  # fmt: skip
         """The record's packed rows. After a wait that expired, none."""
         thread = cute.arch.thread_idx()[0]
@@ -160,14 +168,22 @@ class RecordReceiver:
                 slot = slot_of(self.layout, self.packed, Uint32(meta[1 + thread]), source, headers, starts)
             mine[thread] = slot
             if split == 0:
-                self.note(source, row, thread, slot, meta[0], tokens, slots)
+                self.note(source, row, thread, slot, meta[0], rank, tokens, slots)
         cute.arch.sync_threads()
 
-    def note(self, source: Any, row: Any, place: Any, slot: Any, token: Any, tokens: Any, slots: Any) -> None:
-        """For combine: a place's slot, and the record's token."""
-        record = Int64(source) * self.layout.max_tokens + row
-        vector.scalar(slots + (record * self.layout.top_k + place) * 4, Int32)[0] = slot
+    @cute.jit
+    def note(
+        self, source: Int32, row: Int32, place: Int32, slot: Int32, token: Int32, rank: Int32, tokens: Int64,
+        slots: Int64,
+    ) -> None:  # fmt: skip
+        """For combine: a place's slot, by record and, of this rank's own tokens, by token; and the record's token."""
+        top_k, sources, records = self.layout.top_k, self.layout.ranks, self.layout.max_records
+        record = Int64(source) * records + row
+        vector.scalar(slots + (record * top_k + place) * 4, Int32)[0] = slot
         vector.scalar(tokens + record * 4, Int32)[0] = token
+        if (source == rank) & (slot != -1):
+            own = Int64(sources * records) + token
+            vector.scalar(slots + (own * top_k + place) * 4, Int32)[0] = slot
 
     @cute.jit
     def store_part(
@@ -239,12 +255,12 @@ class RecordReceiver:
         for number in range(thread // WARP, count, threads // WARP):
             row = first + number
             record = records + Int64(row) * layout.record_bytes
-            self.take_row(record, source, row, headers, starts, packed, packed_scales, tokens, slots)
+            self.take_row(record, source, row, headers, starts, rank, packed, packed_scales, tokens, slots)
 
     @cute.jit
     def take_row(
-        self, record: Int64, source: Int32, row: Int32, headers: cute.Tensor, starts: cute.Tensor, packed: Int64,
-        packed_scales: Int64, tokens: Int64, slots: Int64,
+        self, record: Int64, source: Int32, row: Int32, headers: cute.Tensor, starts: cute.Tensor, rank: Int32,
+        packed: Int64, packed_scales: Int64, tokens: Int64, slots: Int64,
     ) -> None:  # fmt: skip
         """By one warp, whose lane j has the slot of place j."""
         layout, lane = self.layout, cute.arch.thread_idx()[0] % WARP
@@ -252,7 +268,7 @@ class RecordReceiver:
         if lane < self.layout.top_k:
             word = ptx.load_relaxed(meta + 4 * (1 + Int64(lane)), "sys")
             slot = slot_of(self.layout, self.packed, word, source, headers, starts)
-            self.note(source, row, lane, slot, Int32(ptx.load_relaxed(meta, "sys")), tokens, slots)
+            self.note(source, row, lane, slot, Int32(ptx.load_relaxed(meta, "sys")), rank, tokens, slots)
         vectors = layout.row_bytes // 16
         for first in range(0, vectors, WARP * UNROLL):
             numbers = [vector.min_of(first + lane + i * WARP, Int32(vectors - 1)) for i in range(UNROLL)]

@@ -36,9 +36,10 @@ class PacketSender:
 
     @cute.jit
     def push(
-        self, x: Int64, scales: Int64, ids: Int64, live: Int32, peers: Int64, sent: Int64, epoch: Uint32, rank: Int32
-    ) -> None:
-        """All records of the `live` tokens and the headers. Arguments: as for `ExchangeDispatch`."""
+        self, x: Int64, scales: Int64, ids: Int64, live: Int32, form: Int32, peers: Int64, sent: Int64, epoch: Uint32,
+        rank: Int32,
+    ) -> None:  # fmt: skip
+        """All records of the `live` tokens and the headers, which say `form`. Arguments: as for `ExchangeDispatch`."""
         layout, tiling = self.layout, self.tiling
         block, blocks, threads = cute.arch.block_idx()[0], cute.arch.grid_dim()[0], tiling.threads
         counted = shared_integers(layout.experts + layout.ranks)
@@ -47,7 +48,7 @@ class PacketSender:
         quantizer = PartQuantizer(self.arch, layout, tiling)
         stage = quantizer.stage() if const_expr(layout.quantized is not None) else None
         self.count(ids, live, counted, experts, masks)
-        send_headers(layout, counted, peers, rank, live, 0, epoch, threads)
+        send_headers(layout, counted, peers, rank, live, form, epoch, block, blocks, threads)
         if block == 0:
             count_sent(layout, counted, sent, rank, threads)
         for item in range(block, live * tiling.splits, blocks):

@@ -11,7 +11,7 @@ from rose_dist.kernels.cute.exchange_send import PacketSender
 from rose_dist.kernels.cute.expert_slots import shared_integers
 from rose_dist.kernels.cute.network_parts import load_words, message_at, place_of, signal_at, signal_of, wait_signal
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, cute
-from rose_dist.kernels.exchange_layout import HEADER_WORDS
+from rose_dist.kernels.exchange_layout import HEADER_WORDS, PACKETS
 from rose_dist.kernels.exchange_tiling import PacketTiling
 from rose_dist.kernels.network_layout import RECORDS, NetworkLayout
 from rose_dist.kernels.peer_regions import NETWORK_RECORD_STAGE, PACKET_BYTES, PACKET_WORDS
@@ -105,7 +105,7 @@ class SendRecords(nvshmem.NetworkKernel):
     def write_header(self, counted: cute.Tensor, to: Int32, live: Int32, message: Int64) -> None:
         exchange = self.layout.exchange
         for at in range(cute.arch.thread_idx()[0], HEADER_WORDS + exchange.width, self.tiling.threads):
-            vector.scalar(message + Int64(at) * 4, Uint32)[0] = header_word(exchange, counted, to, at, live, 0)
+            vector.scalar(message + Int64(at) * 4, Uint32)[0] = header_word(exchange, counted, to, at, live, PACKETS)
 
     @cute.jit
     def write_record(
