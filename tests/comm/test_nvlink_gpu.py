@@ -175,10 +175,13 @@ def test_packed_layouts(packed: PackedLayout, monkeypatch: pytest.MonkeyPatch) -
     once(Job(case, 2, monkeypatch, packed=packed, arch="sm_100a"), case, 0, packed)
 
 
+@pytest.mark.parametrize("returns", [False, True], ids=["", "returns"])
 @pytest.mark.parametrize("tokens", [3, 5], ids=["packets", "plain rows"])
 @pytest.mark.usefixtures("few_packets")
-def test_a_full_expert_gives_zeros(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_expert_gives_zeros(tokens: int, returns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of pairs beyond an expert's last row, nobody waits for a result."""
+    if returns:
+        monkeypatch.setattr(nvlink, "RESULT_PACKET_BYTES", 1)
     case = Case(tokens=(tokens,), experts=2, top_k=1, routing="one_expert")
     exchange = Exchange(job := Job(case, 2, monkeypatch, packed=PackedLayout(4, 4)), case)
     exchange.dispatch()
@@ -219,6 +222,18 @@ def test_plain_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(ROWS[name], 2, monkeypatch, max_tokens=MOST)
     once(job, ROWS[name], 0)
     assert [moe.rows_sent for moe in job.moes] == [sent(job, ROWS[name], rank) for rank in range(2)]
+
+
+RETURNS = (
+    "T-ZERO-RANK: none on the first", "T-ZERO-BOUND", "R-NEG1: some skipped", "R-DUP", "R-NONDIV: 5 experts",
+    "R-NONDIV: fewer experts than ranks", "bf16 with accumulate", "quantised to fp8, 2880", "top 32",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RETURNS)
+def test_packets_whose_results_return_as_plain_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvlink, "RESULT_PACKET_BYTES", 1)
+    once(Job(SMALL[name], 2, monkeypatch, max_tokens=MOST), SMALL[name], 0)
 
 
 def sent(job: Job, case: Case, rank: int) -> int:
