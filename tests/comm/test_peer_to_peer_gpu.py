@@ -89,13 +89,8 @@ def unlinked(monkeypatch: pytest.MonkeyPatch) -> None:
 _compiled: dict[Any, Any] = {}
 
 
-CHOSEN = [
-    name
-    for name in SMALL
-    if name.startswith(
-        ("T-ZERO-B", "T-ZERO-R", "R-NEG1: some", "R-DUP", "R-NONDIV: fewer", "fp8", "quantised to mxfp8")
-    )
-]
+PREFIXES = ("T-ZERO-B", "T-ZERO-R", "R-NEG1: some", "R-DUP", "R-NONDIV: fewer", "fp8", "quantised to mxfp8")
+CHOSEN = [name for name in SMALL if name.startswith(PREFIXES)]
 
 
 @pytest.mark.parametrize("name", CHOSEN)

@@ -68,9 +68,7 @@ def test_plain_rows_are_released_and_acquired_at_system_scope(binaries: list[Bin
         receives = push.kernel.receive  # type: ignore[attr-defined]
         assert push.ptx.count(FLAG_LOAD) == 2 * receives, "the first look, and the loop's"
     for combine in of(binaries, ExchangeCombine, rows=True):
-        assert combine.ptx.count(FLAG_STORE) == waits(combine) + 2, (
-            "reports, and the flags of chunks' and tokens' results"
-        )
+        assert combine.ptx.count(FLAG_STORE) == waits(combine) + 2, "and the flags of chunks' and tokens' results"
     for total in of(binaries, CombineRows, rows=True):
         sends = total.kernel.send  # type: ignore[attr-defined]
         assert total.ptx.count(FLAG_STORE) == waits(total) + 2 * sends
