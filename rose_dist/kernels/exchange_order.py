@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from rose_dist.kernels import jit, launch
+from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.exchange_layout import ExchangeLayout
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.moe_dispatch import ASSIGN_WARPS, PAIRS_PER_THREAD
 
+if TYPE_CHECKING:
+    from rose_dist.kernels.cute.moe_dispatch_prefill import AssignSlots
+
+
+def order_kernel(arch: Arch, layout: ExchangeLayout) -> AssignSlots:
+    """All ids are counted: `layout.experts` of them."""
+    from rose_dist.kernels.cute.moe_dispatch_prefill import AssignSlots  # noqa: PLC0415 - it loads the compiler
+
+    warps = ASSIGN_WARPS if layout.experts <= 1024 else max(1, ASSIGN_WARPS // 4)
+    return AssignSlots(arch, layout.experts, layout.top_k, PackedLayout(), warps)
+
 
 class SourceOrder:
-    """A launch and where it writes. All ids are counted: `layout.experts` of them."""
+    """A launch and where it writes."""
 
     def __init__(self, layout: ExchangeLayout, device: torch.device, sms: int) -> None:
-        from rose_dist.kernels.cute.moe_dispatch_prefill import AssignSlots  # noqa: PLC0415 - it loads the compiler
-
         self._barrier = torch.empty(1, dtype=torch.int32, device=device).zero_()
         self._sms, self._top_k = sms, layout.top_k
-        warps = ASSIGN_WARPS if layout.experts <= 1024 else max(1, ASSIGN_WARPS // 4)
-        arch = launch.device(self._barrier).arch
-        kernel = AssignSlots(arch, layout.experts, layout.top_k, PackedLayout(), warps)
+        kernel = order_kernel(launch.device(self._barrier).arch, layout)
         self._assign, self._threads = jit.load(kernel), kernel.threads
         self._histograms = torch.empty(sms, layout.experts, dtype=torch.int32, device=device)
         self._slots = torch.empty(layout.max_tokens, layout.top_k, dtype=torch.int32, device=device)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rose_dist.kernels import checks, jit, launch
+from rose_dist.kernels.exchange_kernels import ExchangeKernels
 from rose_dist.kernels.exchange_layout import HEADER_WORDS, ExchangeLayout
 from rose_dist.kernels.exchange_order import SourceOrder
 from rose_dist.kernels.exchange_tiling import COMBINE_PUSHERS, DISPATCH_PUSHERS, PARTS, PacketTiling, record_tiling
@@ -98,17 +99,11 @@ class ExpertExchange:
         self._peers.copy_(torch.tensor(regions))
         self._own = regions[rank]
         self._wait = (self.report.address, limit_ns, rank)
-        for most in PARTS.variants:
-            for send, receive in ((True, True), (True, False), (False, True)):
-                self._dispatch_kernel(most, send, receive)
-                self._combine_kernel(most, send, receive, result_dtype, False)
+        self._kernels = ExchangeKernels(self._arch, layout, packed, result_dtype)
+        for kernel in self._kernels.usual():
+            _load(kernel)
         if layout.has_rows:
             self._order = SourceOrder(layout, device, sms)
-            self._push_kernel(False)
-            self._push_kernel(True)
-        for by_token in (True,) * layout.has_returns + (False,) * layout.has_rows:
-            self._sum_kernel(result_dtype, False, by_token, False)
-            self._sum_kernel(result_dtype, False, by_token, True)
 
     def fuses(self, tokens: int) -> bool:
         """Whether dispatches of so many tokens quantise."""
@@ -184,7 +179,7 @@ class ExpertExchange:
         state = self._state.data_ptr()
         x, scales, ids, live_rows = given
         launch.run(
-            self._dispatch_kernel(most, send, receive), self._state, x, scales, ids, live_rows, state + 32,
+            _load(self._kernels.dispatch(most, send, receive)), self._state, x, scales, ids, live_rows, state + 32,
             *_written(out), self._peers, self._own, state, state + 8, *self._wait, tokens,
             self._blocks(tokens * tiling.splits, receive),
         )  # fmt: skip
@@ -199,11 +194,11 @@ class ExpertExchange:
         if out is not None:
             _check_out(out)
         out_dtype = self.result_dtype if out is None else out.dtype
-        kernel = self._combine_kernel(most, received is not None, wanted is not None, out_dtype, accumulate)
+        kernel = self._kernels.combine(most, received is not None, wanted is not None, out_dtype, accumulate)
         state = self._state.data_ptr()
         launch.run(
-            kernel, self._state, *_results(expert_out, received), ids, weights, live_rows, out, self._peers, self._own,
-            state + 16, state + 24, *self._wait, tokens, self._blocks(tokens * tiling.splits, received is not None),
+            _load(kernel), self._state, *_results(expert_out, received), ids, weights, live_rows, out, self._peers,
+            self._own, state + 16, state + 24, *self._wait, tokens, self._blocks(tokens * tiling.splits, received is not None),
         )  # fmt: skip
 
     def _push_rows(
@@ -218,8 +213,8 @@ class ExpertExchange:
         pushers = min(self.pushers[0] if receive else self._sms, chunks)
         blocks = pushers + max(1, self._sms - pushers) * receive
         launch.run(
-            self._push_kernel(receive), self._state, *given, state + 32, *_written(out), self._peers, self._own, state,
-            state + 8, *self._wait, tokens, pushers, blocks,
+            _load(self._kernels.push(receive)), self._state, *given, state + 32, *_written(out), self._peers, self._own,
+            state, state + 8, *self._wait, tokens, pushers, blocks,
         )  # fmt: skip
 
     def _sum_rows(
@@ -234,42 +229,14 @@ class ExpertExchange:
         pushers = self.pushers[1] if send else 0
         summers = max(1, min(self._sms - pushers, tokens if by_token else -(-tokens // layout.chunk)))
         launch.run(
-            self._sum_kernel(out.dtype, accumulate, by_token, send), self._state, *_results(expert_out, received),
-            ids, weights, live_rows, out, self._peers, self._own, state + 16, state + 24, *self._wait, tokens, pushers,
+            _load(self._kernels.sum(out.dtype, accumulate, by_token, send)), self._state,
+            *_results(expert_out, received), ids, weights, live_rows, out, self._peers, self._own, state + 16, state + 24, *self._wait, tokens, pushers,
             pushers + summers,
         )  # fmt: skip
 
     def _blocks(self, items: int, others: bool) -> int:
         """Blocks for this rank's `items`; with `others`, for what other ranks sent too: only the GPU knows how much."""
         return self._sms if others else max(1, min(self._sms, items))
-
-    def _dispatch_kernel(self, most: int, send: bool, receive: bool) -> jit.Launcher:
-        from rose_dist.kernels.cute.exchange_dispatch import ExchangeDispatch  # noqa: PLC0415 - it loads the compiler
-
-        width = launch.widest(self._arch, self.layout.row_bytes)
-        return _load(ExchangeDispatch(self._arch, self.layout, self.packed, width, most, send, receive))
-
-    def _combine_kernel(
-        self, most: int, send: bool, receive: bool, out_dtype: torch.dtype, accumulate: bool
-    ) -> jit.Launcher:
-        from rose_dist.kernels.cute.exchange_combine import ExchangeCombine  # noqa: PLC0415 - it loads the compiler
-
-        return _load(
-            ExchangeCombine(
-                self._arch, self.layout, self.result_dtype, out_dtype, accumulate and receive, most, send, receive
-            )
-        )
-
-    def _push_kernel(self, receive: bool) -> jit.Launcher:
-        from rose_dist.kernels.cute.exchange_rows import DispatchRows  # noqa: PLC0415 - it loads the compiler
-
-        width = launch.widest(self._arch, self.layout.row_bytes)
-        return _load(DispatchRows(self._arch, self.layout, self.packed, width, receive))
-
-    def _sum_kernel(self, out_dtype: torch.dtype, accumulate: bool, by_token: bool, send: bool) -> jit.Launcher:
-        from rose_dist.kernels.cute.exchange_rows import CombineRows  # noqa: PLC0415 - it loads the compiler
-
-        return _load(CombineRows(self._arch, self.layout, self.result_dtype, out_dtype, accumulate, by_token, send))
 
 
 def _written(out: ReceivedRows | None) -> tuple[Tensor | None, ...]:

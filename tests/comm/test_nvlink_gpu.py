@@ -159,6 +159,8 @@ SMALL |= {
     "all alike": Case(tokens=(9, 7), routing="same"),
     "many experts": Case(tokens=(2, 1), experts=1030, top_k=2),
     "a row of several parts": Case(tokens=(2, 1), hidden=6400, top_k=2, dtype=BF16),
+    "quantised to fp8": Case(tokens=(3, 2), hidden=2880, top_k=2, quantized=BLOCKS_FP8),
+    "quantised to mxfp8": CASES["quantised to mxfp8, with a bound"],
     "quantised, a row of several parts": Case(tokens=(2, 1), hidden=5 * 1424, top_k=2, quantized=BLOCKS_FP8),
     "fp8 with scales, 2880": Case(tokens=(2, 1), hidden=2880, top_k=2, dtype=FP8, out_dtype=BF16, scale_dim=23),
 }
@@ -226,7 +228,7 @@ def test_plain_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 RETURNS = (
     "T-ZERO-RANK: none on the first", "T-ZERO-BOUND", "R-NEG1: some skipped", "R-DUP", "R-NONDIV: 5 experts",
-    "R-NONDIV: fewer experts than ranks", "bf16 with accumulate", "quantised to fp8, 2880", "top 32",
+    "R-NONDIV: fewer experts than ranks", "bf16 with accumulate", "quantised to fp8", "top 32",
 )  # fmt: skip
 
 

@@ -37,9 +37,6 @@ class NvLink(AllToAll):
     `rows` is a tensor. Halves are to be called in the same order on all ranks, each kind in the order of the sends.
     """
 
-    network = False
-    """Whether some ranks are on other nodes."""
-
     def __init__(
         self, config: AllToAllConfig, group: Ranks, options: GpuOptions, take: Callable[[int], Region], sms: int
     ) -> None:
@@ -49,12 +46,16 @@ class NvLink(AllToAll):
         agree(config, group)
         self.config = config
         self.local_experts = even_split(config.num_experts, group.size, group.rank)
-        self.layout = exchange_layout(config, group.size, options.in_flight, network=self.network)
+        self.layout = self.lay_out(config, group.size, options.in_flight)
         agree(self.layout, group)
         region = take(self.layout.region_bytes)
         self.exchange = self.build(group, options, take, region, sms)
         self._region = region
         self._free = [received_rows(self.layout, options.layout, options.device) for _ in range(options.in_flight)]
+
+    def lay_out(self, config: AllToAllConfig, ranks: int, in_flight: int) -> ExchangeLayout:
+        """Of the memory that ranks write into; the same on all."""
+        return exchange_layout(config, ranks, in_flight)
 
     def build(
         self, group: Ranks, options: GpuOptions, take: Callable[[int], Region], region: Region, sms: int
