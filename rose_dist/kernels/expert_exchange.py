@@ -198,7 +198,8 @@ class ExpertExchange:
         state = self._state.data_ptr()
         launch.run(
             _load(kernel), self._state, *_results(expert_out, received), ids, weights, live_rows, out, self._peers,
-            self._own, state + 16, state + 24, *self._wait, tokens, self._blocks(tokens * tiling.splits, received is not None),
+            self._own, state + 16, state + 24, *self._wait, tokens,
+            self._blocks(tokens * tiling.splits, received is not None),
         )  # fmt: skip
 
     def _push_rows(
@@ -230,8 +231,8 @@ class ExpertExchange:
         summers = max(1, min(self._sms - pushers, tokens if by_token else -(-tokens // layout.chunk)))
         launch.run(
             _load(self._kernels.sum(out.dtype, accumulate, by_token, send)), self._state,
-            *_results(expert_out, received), ids, weights, live_rows, out, self._peers, self._own, state + 16, state + 24, *self._wait, tokens, pushers,
-            pushers + summers,
+            *_results(expert_out, received), ids, weights, live_rows, out, self._peers, self._own, state + 16,
+            state + 24, *self._wait, tokens, pushers, pushers + summers,
         )  # fmt: skip
 
     def _blocks(self, items: int, others: bool) -> int:
