@@ -6,9 +6,9 @@
 Starts one process a GPU. Every line is printed when it is known, and the results so far are written after each section,
 so that a section that fails loses no other. Section `vdev`, torch's all_to_all_vdev_2d, wants NVSHMEM for itself: run
 it alone. `--budget` bounds the checks. `--models`: those whose names contain one of these; `--tokens`: in place of each
-section's own. Kernels are compiled first, by all CPU cores. Times are medians of CUDA graph replays in microseconds, of
-the slowest rank; combine is the pair's time less dispatch's. The floor is the bytes that must cross NVLink at the rate
-that this run's own copies reach, both ways at once.
+section's own. Kernels are compiled first, by all CPU cores (`--build sm_90a` does so without a GPU and stops). Times
+are medians of CUDA graph replays in microseconds, of the slowest rank; combine is the pair's time less dispatch's. The
+floors are the bytes that must cross NVLink at the rate that this run's own copies reach, both ways at once.
 
     checks    fresh routing, bounds and delays every replay
     times     every model and size, beside NCCL
@@ -37,6 +37,7 @@ import torch.distributed as dist
 from benchmarks.exchange_layers import MODELS, Model
 from benchmarks.exchange_sections import SECTIONS, Rank, build_kernels
 from benchmarks.graphs import table
+from rose_dist.kernels.arch import ARCHS, device_info
 
 
 def work(rank: int, arguments: argparse.Namespace, answers: Any) -> None:
@@ -86,10 +87,14 @@ def main() -> None:
     parser.add_argument("--sections", default=",".join(SECTIONS))
     parser.add_argument("--models", default="", help="parts of names; all")
     parser.add_argument("--tokens", default="", help="numbers; each section's own")
+    parser.add_argument("--build", choices=ARCHS, help="compile the kernels into the cache and stop; needs no GPU")
     arguments = parser.parse_args()
     start = time.perf_counter()
-    count = build_kernels(arguments.sections.split(","), chosen(arguments), arguments.ranks)
+    arch = ARCHS[arguments.build] if arguments.build else device_info(0).arch
+    count = build_kernels(arch, arguments.sections.split(","), chosen(arguments), arguments.ranks)
     print(f"{count} kernels built in {time.perf_counter() - start:.0f} s", flush=True)
+    if arguments.build:
+        return
     context = torch.multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29500 + os.getpid() % 1000)}

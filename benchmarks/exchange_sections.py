@@ -18,7 +18,7 @@ from benchmarks.all_to_all_ranks import ALIGN_CYCLES, CHECK_SPIN, Control, memor
 from benchmarks.exchange_layers import BF16, MODELS, Inputs, Layer, Model, varied
 from benchmarks.graphs import captured, time_call
 from rose_dist.kernels import jit
-from rose_dist.kernels.arch import device_info
+from rose_dist.kernels.arch import Arch, device_info
 from rose_dist.kernels.exchange_kernels import ExchangeKernels
 from rose_dist.kernels.exchange_order import order_kernel
 from rose_dist.kernels.expert_slots import PackedLayout
@@ -310,9 +310,8 @@ class Rank:
         return f"NOT NOTICED by ranks {missed}" if missed else f"{said[0][0]} (after {said[0][1]:.2f} s)"
 
 
-def build_kernels(sections: Iterable[str], models: list[Model], ranks: int) -> int:
+def build_kernels(arch: Arch, sections: Iterable[str], models: list[Model], ranks: int) -> int:
     """All that the sections' layers load, compiled to disk by as many processes as there are cores; their number."""
-    arch = device_info(0).arch
     kernels: dict[jit.Kernel, None] = {}
     for section in sections:
         for model in {"dead": [MODELS[0]], "vdev": []}.get(section, models):

@@ -106,13 +106,14 @@ class RowSummer:
             addresses = [results + (pairs + j) * layout.result_bytes + Int64(column) * 16 for j in places]
             dropped = [Boolean(False)] * len(places)
             if const_expr(self.direct):
-                for number, j in enumerate(places):
+                # Slots of places that are not here are read too, unwritten: no branch delays the other loads.
+                slots = [vector.scalar(mine + (pairs + j) * 4, Int32)[0] for j in places]
+                for number, slot in enumerate(slots):
                     expert = vector.select(valid[number], experts[number], Int32(0))
-                    if valid[number] & (owner(layout, expert) == rank):
-                        slot = vector.scalar(mine + (pairs + j) * 4, Int32)[0]
-                        dropped[number] = Boolean(slot < 0)
-                        row = Int64(vector.max_of(slot, Int32(0))) * row_stride
-                        addresses[number] = expert_out + row + Int64(column) * 16
+                    here = Boolean(valid[number] & (owner(layout, expert) == rank))
+                    dropped[number] = here & (slot < 0)
+                    row = expert_out + Int64(vector.max_of(slot, Int32(0))) * row_stride + Int64(column) * 16
+                    addresses[number] = Int64(vector.select(here, row, addresses[number]))
             loaded = [ptx.load_packet(address) for address in addresses]
             for number, j in enumerate(places):
                 weight = vector.scalar(weights + (pairs + j) * 4, Float32)[0]
