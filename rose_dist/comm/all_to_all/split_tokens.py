@@ -10,6 +10,7 @@ import torch
 from rose_dist.comm.all_to_all.agreement import agree
 from rose_dist.comm.all_to_all.packing import check_dispatch, check_out, check_shapes
 from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig, Dispatched, Handle, Routing
+from rose_dist.comm.all_to_all.tensor_parallel import check_fits
 from rose_dist.comm.group import Group
 from rose_dist.comm.layout import even_split
 from rose_dist.comm.symmetric_memory import Ranks
@@ -40,6 +41,8 @@ class SplitTokens(AllToAll):
         must be a `Group`.
         """
         agree(config, tp)
+        if all_reduce is not None:
+            check_fits(all_reduce, config)
         self.config = config
         self.tp = tp
         self.all_reduce = all_reduce
