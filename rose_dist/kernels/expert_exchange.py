@@ -43,18 +43,20 @@ class ReceivedRows:
     """int32 [ranks, max_records], each record's token."""
     slots: Tensor
     """int32 [ranks + 1, max_records, top_k], the packed row of each place of a record; −1: not here, −2: no room. The
-    last: by token, of this rank's own tokens' places that are here; other places are unwritten."""
+    last: by token, of this rank's own tokens' places that are here; other places are from an earlier exchange or −1."""
     runs: Tensor
     """int32 [ranks, chunks], each chunk's records."""
 
 
 def received_rows(layout: ExchangeLayout, packed: PackedLayout, device: torch.device) -> ReceivedRows:
-    """Unwritten, for whatever the ranks may send."""
+    """For whatever the ranks may send."""
 
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
 
     rows = packed_rows(layout, packed)
+    slots = empty(layout.ranks + 1, layout.max_records, layout.top_k, dtype=torch.int32)
+    slots[-1].fill_(-1)  # what a dispatch whose wait expired has left unwritten must not be an address
     return ReceivedRows(
         empty(rows, layout.row_bytes, dtype=torch.uint8),
         empty(rows, layout.scale_bytes, dtype=torch.uint8) if layout.scale_bytes else None,
@@ -62,7 +64,7 @@ def received_rows(layout: ExchangeLayout, packed: PackedLayout, device: torch.de
         empty(layout.width + 1, dtype=torch.int64),
         empty(layout.ranks, HEADER_WORDS, dtype=torch.int32),
         empty(layout.ranks, layout.max_records, dtype=torch.int32),
-        empty(layout.ranks + 1, layout.max_records, layout.top_k, dtype=torch.int32),
+        slots,
         empty(layout.ranks, layout.chunks, dtype=torch.int32),
     )
 

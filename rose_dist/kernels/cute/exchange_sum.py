@@ -106,7 +106,7 @@ class RowSummer:
             addresses = [results + (pairs + j) * layout.result_bytes + Int64(column) * 16 for j in places]
             dropped = [Boolean(False)] * len(places)
             if const_expr(self.direct):
-                # Slots of places that are not here are read too, unwritten: no branch delays the other loads.
+                # Slots of places that are not here are read too, whatever they are: no branch delays the other loads.
                 slots = [vector.scalar(mine + (pairs + j) * 4, Int32)[0] for j in places]
                 for number, slot in enumerate(slots):
                     expert = vector.select(valid[number], experts[number], Int32(0))
