@@ -32,7 +32,6 @@ from rose_dist.kernels.peer_regions import PACKET_BYTES, PACKET_WORDS, RESULT_ST
 
 AT_ONCE = 8
 """Packets of one output place that a thread has in flight."""
-UNROLL = 4
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class ResultSender:
 
     @property
     def groups(self) -> int:
-        """Of `SHARE` warps in a block."""
+        """Of `SHARE` warps in a block; a warp left over has nothing to do."""
         return self.tiling.threads // WARP // SHARE
 
     @cute.jit
@@ -145,7 +145,8 @@ class ResultSender:
         """All results for a record, and their token's flag."""
         warp = cute.arch.thread_idx()[0] // WARP
         token = vector.scalar(tokens_of + record * 4, Int32)[0]
-        for j in range(warp // SHARE, self.layout.top_k, self.groups):
+        places = vector.select(warp < self.groups * SHARE, Int32(self.layout.top_k), Int32(0))
+        for j in range(warp // SHARE, places, self.groups):
             self.push_result(expert_out, row_stride, slots, record, token, j, region, epoch, warp % SHARE)
         self.release(region, token, epoch, rank)
 
@@ -157,7 +158,7 @@ class ResultSender:
         """All results for a source's chunk, and their flag."""
         layout, warp = self.layout, cute.arch.thread_idx()[0] // WARP
         run = vector.scalar(runs + (Int64(source) * layout.chunks + chunk) * 4, Int32)[0]
-        for number in range(warp // SHARE, run & 255, self.groups):
+        for number in range(warp // SHARE, vector.select(warp < self.groups * SHARE, run & 255, Int32(0)), self.groups):
             record = Int64(source) * layout.max_records + (run >> 8) + number
             token = vector.scalar(tokens_of + record * 4, Int32)[0]
             for j in range(layout.top_k):
