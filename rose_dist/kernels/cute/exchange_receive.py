@@ -234,7 +234,7 @@ class RecordReceiver:
         headers: cute.Tensor, starts: cute.Tensor, passed: cute.Tensor, run: cute.Tensor, packed: Int64,
         packed_scales: Int64, tokens: Int64, slots: Int64, runs: Int64,
     ) -> None:  # fmt: skip
-        """A chunk's records, a warp for each, once its flag has come. run: Int32 [1] in shared memory, scratch."""
+        """A chunk's records, once its flag has come. run: Int32 [1] in shared memory, scratch."""
         layout, threads, thread = self.layout, self.tiling.threads, cute.arch.thread_idx()[0]
         copy = copy_of(epoch, layout.copies) * layout.ranks + source
         at = own + layout.start("runs") + copy * layout.source_run_bytes + Int64(chunk) * 8
@@ -252,25 +252,32 @@ class RecordReceiver:
         cute.arch.sync_threads()
         first, count = run[0] >> 8, run[0] & 255
         records = own + layout.start("records") + copy * layout.source_record_bytes
-        for number in range(thread // WARP, count, threads // WARP):
+        for number in range(thread // (WARP * self.share), count, threads // (WARP * self.share)):
             row = first + number
             record = records + Int64(row) * layout.record_bytes
-            self.take_row(record, source, row, headers, starts, rank, packed, packed_scales, tokens, slots)
+            part = thread // WARP % self.share
+            self.take_row(record, source, row, part, headers, starts, rank, packed, packed_scales, tokens, slots)
+
+    @property
+    def share(self) -> int:
+        """Warps that share a plain record: a block's divided among a chunk's."""
+        return max(1, self.tiling.threads // WARP // self.layout.chunk)
 
     @cute.jit
     def take_row(
-        self, record: Int64, source: Int32, row: Int32, headers: cute.Tensor, starts: cute.Tensor, rank: Int32,
-        packed: Int64, packed_scales: Int64, tokens: Int64, slots: Int64,
+        self, record: Int64, source: Int32, row: Int32, part: Int32, headers: cute.Tensor, starts: cute.Tensor,
+        rank: Int32, packed: Int64, packed_scales: Int64, tokens: Int64, slots: Int64,
     ) -> None:  # fmt: skip
-        """By one warp, whose lane j has the slot of place j."""
+        """A warp's part; its lane j has the slot of place j. The first part has the scales and the notes too."""
         layout, lane = self.layout, cute.arch.thread_idx()[0] % WARP
         meta, slot = record + layout.meta_offset, Int32(-1)
         if lane < self.layout.top_k:
             word = ptx.load_relaxed(meta + 4 * (1 + Int64(lane)), "sys")
             slot = slot_of(self.layout, self.packed, word, source, headers, starts)
-            self.note(source, row, lane, slot, Int32(ptx.load_relaxed(meta, "sys")), rank, tokens, slots)
+            if part == 0:
+                self.note(source, row, lane, slot, Int32(ptx.load_relaxed(meta, "sys")), rank, tokens, slots)
         vectors = layout.row_bytes // 16
-        for first in range(0, vectors, WARP * UNROLL):
+        for first in range(part * (WARP * UNROLL), vectors, self.share * WARP * UNROLL):
             numbers = [vector.min_of(first + lane + i * WARP, Int32(vectors - 1)) for i in range(UNROLL)]
             values = [ptx.load_packet(record + Int64(number) * 16) for number in numbers]
             for j in range(layout.top_k):
@@ -280,13 +287,19 @@ class RecordReceiver:
                         if first + lane + i * WARP < vectors:
                             ptx.store_16b(packed + target * layout.row_bytes + Int64(numbers[i]) * 16, values[i])
         if const_expr(layout.scale_bytes > 0):
-            scale_words = layout.data_words - layout.row_bytes // 4
-            for first in range(0, scale_words, WARP):
-                number = vector.min_of(first + lane, Int32(scale_words - 1))
-                word = ptx.load_relaxed(record + layout.row_bytes + Int64(number) * 4, "sys")
-                for j in range(layout.top_k):
-                    target = Int64(cute.arch.shuffle_sync(slot, j))
-                    if target >= 0:
-                        if first + lane < scale_words:
-                            target_scales = packed_scales + target * layout.scale_bytes
-                            store_scale_word(target_scales, number, word, layout.scale_bytes)
+            if part == 0:
+                self.take_scales(record + layout.row_bytes, slot, packed_scales)
+
+    @cute.jit
+    def take_scales(self, scales: Int64, slot: Int32, packed_scales: Int64) -> None:
+        """A plain record's scales to each lane's slot."""
+        lane, top_k, size = cute.arch.thread_idx()[0] % WARP, self.layout.top_k, self.layout.scale_bytes
+        words = self.layout.data_words - self.layout.row_bytes // 4
+        for first in range(0, words, WARP):
+            number = vector.min_of(first + lane, Int32(words - 1))
+            word = ptx.load_relaxed(scales + Int64(number) * 4, "sys")
+            for j in range(top_k):
+                target = Int64(cute.arch.shuffle_sync(slot, j))
+                if target >= 0:
+                    if first + lane < words:
+                        store_scale_word(packed_scales + target * size, number, word, size)
