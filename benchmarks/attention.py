@@ -1,10 +1,12 @@
 """Times paged attention in CUDA graphs against the bytes of the KV cache and against what else there is.
 
-    python -m benchmarks.attention [--out benchmarks/results/h200] [--only TEXT] [--flashinfer]
+    python -m benchmarks.attention [--out benchmarks/results/h200] [--only TEXT] [--variants] [--flashinfer]
 
 Every decode case is first compared with fp32 torch. The calls of a graph take turns on caches that together exceed the
-GPU's L2, as a model's layers do. Peers see no pages and no sinks: torch's flash attention on contiguous keys, split
-over the SMs, and with `--flashinfer` its paged decode. Writes attention.json and attention.md after every case, so that
+GPU's L2, as a model's layers do. Each is launched as in a decode step: what it reads is older than the launch before.
+Peers see no pages and no sinks: torch's flash attention on contiguous keys, split over the SMs, and with `--flashinfer`
+its paged decode. `--variants` also times what decode attention was before, what it is where nothing may be fetched
+early, and with half as many bytes of a token a block. Writes attention.json and attention.md after every case, so that
 an interrupted run keeps what it has; a case that fails is noted, not fatal.
 """
 
@@ -16,6 +18,7 @@ import json
 import sys
 import time
 import traceback
+import unittest.mock
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -24,8 +27,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.earlier_attention import paged_attention as earlier
 from benchmarks.graphs import Call, copy_rate, table, time_call
 from benchmarks.kernels import describe_machine
+from rose_dist.kernels.cute import paged_attention_decode
 from rose_dist.kernels.paged_attention import DecodeWorkspace, decode
 from rose_dist.kernels.paged_prefill import prefill
 
@@ -87,16 +92,39 @@ class Decoding:
         self.lengths = torch.full((shape.requests,), shape.context, device=CUDA, dtype=torch.int32)
         self.out = torch.empty_like(self.q)
         self.scale = shape.head_dim**-0.5
-        self.workspace = DecodeWorkspace.allocate(
+        self.workspace = self.allocate(DecodeWorkspace)
+
+    def allocate(self, workspace: type[Any]) -> Any:
+        shape = self.shape
+        return workspace.allocate(
             requests=shape.requests, query_heads=shape.query_heads, key_heads=shape.key_heads,
             head_dim=shape.head_dim, context=shape.context, device=CUDA,
         )  # fmt: skip
 
-    def decode(self, layer: int) -> torch.Tensor:
+    def decode(self, layer: int, *, early: bool = True) -> torch.Tensor:
         return decode(
             self.q, self.keys[layer], self.values[layer], self.tables, None, self.lengths, self.sinks,
             window=self.shape.window, block_size=BLOCK, scale=self.scale, out=self.out, workspace=self.workspace,
+            early=early,
         )  # fmt: skip
+
+    def variants(self) -> Iterator[tuple[str, Callable[[int], Any]]]:
+        """What else has been or could be."""
+        held = self.allocate(earlier.DecodeWorkspace)
+
+        def before(layer: int) -> torch.Tensor:
+            return earlier.decode(
+                self.q, self.keys[layer], self.values[layer], self.tables, None, self.lengths, self.sinks,
+                window=self.shape.window, block_size=BLOCK, scale=self.scale, out=self.out, workspace=held,
+            )  # fmt: skip
+
+        def with_rows_of(size: int, layer: int) -> torch.Tensor:
+            with unittest.mock.patch.object(paged_attention_decode, "ROW_BYTES", size):
+                return self.decode(layer)
+
+        yield "us earlier", before
+        yield "us not early", partial(self.decode, early=False)
+        yield "us 128 B rows", partial(with_rows_of, 128)
 
     def error(self, rows: int = 4) -> float:
         """Largest difference from fp32 torch over the largest value, of the first and last requests."""
@@ -160,14 +188,14 @@ class Decoding:
         return lambda layer: wrapper.run(self.q, (keys[layer], values[layer]))
 
 
-def decode_row(shape: Shape, rate: float, flashinfer: bool) -> dict[str, Any]:
+def decode_row(shape: Shape, rate: float, flashinfer: bool, variants: bool) -> dict[str, Any]:
     """One case; `rate` is the copy rate in bytes a microsecond."""
     case = Decoding(shape)
     row: dict[str, Any] = {"what": "decode", "shape": str(shape), "error": case.error()}
     calls = max(case.layers, 4)
     own = time_call(case.over_layers(case.decode), calls=calls)
     row |= {"us": own, "TB/s": shape.bytes / own / 1e6, "of copy rate": shape.bytes / own / rate}
-    for name, call in case.peers(flashinfer):
+    for name, call in itertools.chain(case.variants() if variants else (), case.peers(flashinfer)):
         try:
             row[name] = time_call(case.over_layers(call), calls=calls)
         except Exception as error:
@@ -199,7 +227,7 @@ def prefill_row(tokens: int, prefix: int, sequences: int, window: int | None) ->
     return {"what": "prefill", "shape": shape, "us": us, "TFLOP/s": operations / us / 1e6}
 
 
-def cases(rate: float, flashinfer: bool) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+def cases(rate: float, flashinfer: bool, variants: bool) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     shapes = [
         Shape(requests, context, window)
         for window in (None, 128)
@@ -210,8 +238,10 @@ def cases(rate: float, flashinfer: bool) -> Iterator[tuple[str, Callable[[], dic
     shapes += [Shape(requests, 8192, None, 64, 4, 128) for requests in (1, 32)]
     fp8 = torch.float8_e4m3fn
     shapes += [Shape(requests, context, cache=fp8) for context in (1024, 8192) for requests in (1, 32, 128)]
+    shapes += [Shape(requests, 1024, 128, cache=fp8) for requests in (1, 128)]
+    shapes += [Shape(32, 8192, None, 8, 1), Shape(32, 8192, None, 64, 8, 128)]
     for shape in shapes:
-        yield f"decode {shape}", partial(decode_row, shape, rate, flashinfer)
+        yield f"decode {shape}", partial(decode_row, shape, rate, flashinfer, variants)
     for tokens, prefix, sequences in ((1024, 0, 1), (4000, 0, 1), (1024, 8192, 1), (1024, 0, 8)):
         for window in (None, 128):
             yield f"prefill {tokens} {prefix}", partial(prefill_row, tokens, prefix, sequences, window)
@@ -221,6 +251,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="benchmarks/results/h200", type=Path)
     parser.add_argument("--only", default="", help="cases whose name has this text")
+    parser.add_argument("--variants", action="store_true", help="what was before, and changes to what is")
     parser.add_argument("--flashinfer", action="store_true")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -233,7 +264,7 @@ def main() -> None:
         "copy_tb_s": rate / 1e6,
         "cases": [],
     }
-    for name, case in cases(rate, arguments.flashinfer):
+    for name, case in cases(rate, arguments.flashinfer, arguments.variants):
         if arguments.only not in name:
             continue
         try:

@@ -21,9 +21,12 @@ MAX_GROUP = 16
 TILE = 16
 """Keys that a warp takes at a time; a divisor of every block size."""
 MIN_TILES = 8
-"""Tiles a split, at least: below, merging costs more than further blocks gain."""
-MAX_BLOCKS = 256
-"""Blocks that share one request, all its key heads together: about two for each SM of a Hopper GPU."""
+"""Tiles a part of a request's keys, at least: below, merging costs more than further blocks gain."""
+MOST_SPLITS = 128
+"""Parts of a request's keys."""
+SPLIT_DIMENSIONS = 16384
+"""Dimensions of all key heads times parts, at most: with two heads of 64 a block, nearly every SM of a Hopper GPU gets
+a part, and what is merged stays little beside the keys."""
 LOG2_E = 1 / math.log(2)
 UNLIMITED = 1 << 30
 """A window that hides nothing."""
@@ -31,8 +34,8 @@ UNLIMITED = 1 << 30
 
 @dataclass(frozen=True)
 class DecodeWorkspace:
-    """Where the blocks that share a request leave their results. Serves any number of layers and groups of one shape,
-    and graphs captured with it, one call at a time.
+    """Where blocks that share a request leave the results of their parts. Serves any number of layers and groups of one
+    shape, and graphs captured with it, one call at a time.
     """
 
     partials: Tensor
@@ -45,16 +48,17 @@ class DecodeWorkspace:
         cls, *, requests: int, query_heads: int, key_heads: int, head_dim: int, context: int, device: torch.device
     ) -> DecodeWorkspace:
         """For up to `requests` requests of `context` tokens; with longer ones it works too, a little slower."""
-        splits = most_splits(context, key_heads)
+        splits = most_splits(context, key_heads, head_dim)
         rows = 8 if query_heads // key_heads <= 8 else 16
         shape = (requests, key_heads, splits, rows, partial_floats(head_dim))
         counters = torch.empty(requests, key_heads, dtype=torch.int32, device=device).zero_()
         return cls(torch.empty(shape, dtype=torch.float32, device=device), counters)
 
 
-def most_splits(context: int, key_heads: int) -> int:
-    """Blocks for each key head of a request with `context` visible tokens."""
-    return max(1, min(-(-context // TILE) // MIN_TILES, MAX_BLOCKS // key_heads))
+def most_splits(context: int, key_heads: int, head_dim: int) -> int:
+    """Parts of the keys of a request with `context` visible tokens."""
+    most = min(MOST_SPLITS, SPLIT_DIMENSIONS // (key_heads * head_dim))
+    return max(1, min(-(-context // TILE) // MIN_TILES, most))
 
 
 def partial_floats(head_dim: int) -> int:
@@ -66,7 +70,7 @@ def decode(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, first: Tensor | None, lengths: Tensor,
     sinks: Tensor | None, *, window: int | None, block_size: int, scale: float, out: Tensor | None = None,
     rows: Tensor | None = None, workspace: DecodeWorkspace | None = None, key_scale: float = 1.0,
-    value_scale: float = 1.0,
+    value_scale: float = 1.0, early: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attention of one query a request, at the last of its tokens. Its key and value are in the cache already.
 
@@ -86,9 +90,13 @@ def decode(
         window: tokens that a query sees, its own included; None: all.
         block_size: tokens a block, a multiple of 16.
         out: like `q`, dense.
-        rows: int32 [1], live requests; those beyond give a result of 0 and their lengths and tables are not read.
+        rows: int32 [1], live requests; those beyond give a result of 0, whatever their lengths and tables are.
         workspace: None: scratch memory is allocated, and zeroed by a launch of its own, on every call.
         key_scale, value_scale: what stored keys and values are to be multiplied by.
+        early: whether the launches that may still run when this one begins write nothing of all this, the workspace
+            included, but queries and the keys and values of each request's last token, so that the others may be
+            fetched meanwhile. A launch that lets its dependents begin before its own wait (`linear_rotary`) adds the
+            one before it to those; in a layer, the experts' launches wait first and so end the chain.
 
     Returns:
         `out`, or a new tensor like it.
@@ -116,11 +124,19 @@ def decode(
 
     group = query_heads // key_heads
     device = launch.device(q)
-    launcher = cute.launcher(device.arch, q.dtype, keys.dtype, head_dim, group > 8, block_size // TILE)
+    heads = cute.heads_together(key_heads, head_dim, keys.dtype, group > 8)
+    if keys.stride(1) != head_dim or _is_brief(requests * key_heads, window, device.sms):
+        heads = 1
+    launcher = cute.launcher(
+        device.arch, q.dtype, keys.dtype, head_dim, heads, group > 8, block_size // TILE, early
+    )  # fmt: skip
+    splits = workspace.partials.shape[2]
+    if window is not None:
+        splits = min(splits, most_splits(window + TILE, key_heads, head_dim))
     launch.run(
         launcher, q, q, q.stride(0), keys, values, keys.stride(0), keys.stride(1), tables, tables.stride(0), first,
-        lengths, rows, sinks, out, workspace.partials, workspace.counters, requests, key_heads, group,
-        UNLIMITED if window is None else window, workspace.partials.shape[2], scale * key_scale * LOG2_E,
+        lengths, rows, sinks, out, workspace.partials, workspace.counters, requests, key_heads // heads, group,
+        UNLIMITED if window is None else window, splits, scale * key_scale * LOG2_E,
         value_scale, device.sms,
     )  # fmt: skip
     return out
@@ -147,6 +163,11 @@ def _reference(
             weights = scores.softmax(-1)[:, : len(positions)]
             out[row] = torch.einsum("hk,khd->hd", weights, v).to(out.dtype)
     return out
+
+
+def _is_brief(works: int, window: int | None, sms: int) -> bool:
+    """Whether latency counts and not bytes: one short part of keys for each of a few requests' heads."""
+    return window is not None and window <= MIN_TILES * TILE and works <= 2 * sms
 
 
 def _check_heads(q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> tuple[int, int, int, int]:

@@ -149,6 +149,14 @@ def clock_ns(*, loc: Any = None, ip: Any = None) -> Any:
     return Uint64(_asm("mov.u64 $0, %globaltimer;", "=l", T.i64(), loc=loc, ip=ip))
 
 
+@dsl_user_op
+def thread_index(*, loc: Any = None, ip: Any = None) -> Any:
+    """`threadIdx.x`, read here and again by every further call: what follows from it is not kept in registers through a
+    loop that does not need it.
+    """
+    return Int32(_asm("mov.u32 $0, %tid.x;", "=r", T.i32(), loc=loc, ip=ip))
+
+
 # --- Payload ----------------------------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ from rose_dist.kernels.cute.mxfp4_experts_prefill import ExpertGemm
 from rose_dist.kernels.cute.mxfp4_experts_warpgroup import WarpgroupExpertGemm
 from rose_dist.kernels.cute.network_combine import LandResultRows, LandResults
 from rose_dist.kernels.cute.network_dispatch import LandRecords
-from rose_dist.kernels.cute.paged_attention_decode import DecodeAttention
+from rose_dist.kernels.cute.paged_attention_decode import DecodeAttention, heads_together
 from rose_dist.kernels.cute.qk_norm import QKNormRope
 from rose_dist.kernels.cute.quantize import Dequantize, decoded_count, quantize_kernel
 from rose_dist.kernels.cute.resident_weights import ResidentWeights
@@ -216,10 +216,14 @@ def _moe(arch: Arch) -> Iterator[Kernel]:
 
 
 def _attention(arch: Arch) -> Iterator[Kernel]:
+    dtype = torch.bfloat16
     for head_dim in HEAD_DIMS:
-        for wide_group in (False, True):
-            for cache_dtype in (torch.bfloat16, torch.float8_e4m3fn):
-                yield DecodeAttention(arch, torch.bfloat16, cache_dtype, head_dim, wide_group, block_tiles=1)
+        for wide in (False, True):
+            for cache in (torch.bfloat16, torch.float8_e4m3fn):
+                heads = heads_together(8, head_dim, cache, wide)
+                yield DecodeAttention(arch, dtype, cache, head_dim, heads, wide, block_tiles=1, early=True)
+    yield DecodeAttention(arch, dtype, dtype, 64, heads=1, wide_group=False, block_tiles=1, early=True)
+    yield DecodeAttention(arch, dtype, dtype, 64, heads=2, wide_group=False, block_tiles=1, early=False)
 
 
 def _mxfp4_experts(arch: Arch) -> Iterator[Kernel]:

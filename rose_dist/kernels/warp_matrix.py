@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rose_dist.kernels.dsl import Boolean, Float32, Int64, T, Uint32, dsl_user_op, ir, llvm
+from rose_dist.kernels.dsl import Float32, Int64, T, Uint32, dsl_user_op, ir, llvm
 from rose_dist.kernels.inline_asm import asm as _asm
 
 
@@ -29,6 +29,15 @@ def multiply_add(c: Any, a: Any, b: Any, kind: str, *, loc: Any = None, ip: Any 
     operands = [*(Uint32(word) for word in (*a, *b)), *(Float32(value) for value in c)]
     sums = _asm(text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", struct, *operands, volatile=False, loc=loc, ip=ip)
     return [Float32(llvm.extractvalue(T.f32(), sums, [i], loc=loc, ip=ip)) for i in range(4)]
+
+
+@dsl_user_op
+def transpose(word: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """An 8x8 matrix of 16-bit elements, of which lane 4g + j holds those of row g at columns 2j and 2j + 1, transposed.
+    All lanes of the warp must arrive.
+    """
+    text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
+    return Uint32(_asm(text, "=r,r", T.i32(), Uint32(word), volatile=False, loc=loc, ip=ip))
 
 
 @dsl_user_op
@@ -77,14 +86,16 @@ def widen_e4m3x4(word: Any, *, loc: Any = None, ip: Any = None) -> list[Any]:
 
 
 @dsl_user_op
-def copy_async(shared: Any, source: Any, valid: Any, size: int, *, loc: Any = None, ip: Any = None) -> None:
-    """Start copying 8 or 16 bytes, 16 past L1; zeros, and nothing is read, where `valid` does not hold."""
+def copy_async(
+    shared: Any, source: Any, count: Any, size: int, ahead: int, *, loc: Any = None, ip: Any = None
+) -> None:  # fmt: skip
+    """Start copying `count` (u32) of 8 or 16 bytes, 16 past L1, and zeros for the rest; of 0 nothing is read.
+
+    ahead: bytes, 128 or 256, that the L2 is to fetch together with these: an aligned piece of memory.
+    """
     level = "cg" if size == 16 else "ca"
-    text = (
-        f"{{ .reg .pred wanted; .reg .b32 bytes; setp.ne.u32 wanted, $2, 0; selp.b32 bytes, {size}, 0, wanted; "
-        f"cp.async.{level}.shared.global [$0], [$1], {size}, bytes; }}"
-    )
-    _asm(text, "r,l,r", None, Uint32(shared), Int64(source), Uint32(Boolean(valid)), loc=loc, ip=ip)
+    text = f"cp.async.{level}.shared.global.L2::{ahead}B [$0], [$1], {size}, $2;"
+    _asm(text, "r,l,r", None, Uint32(shared), Int64(source), Uint32(count), loc=loc, ip=ip)
 
 
 @dsl_user_op

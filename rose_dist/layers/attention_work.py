@@ -39,7 +39,8 @@ class Gathered(AttentionWork):
 
 @dataclass(frozen=True)
 class PagedDecode(AttentionWork):
-    """One query a sequence, keys found through block tables on the device.
+    """One query a sequence, keys found through block tables on the device. The launch before it writes the step's
+    queries, keys and values, and nothing else that it reads.
 
     rows: of the queries. live: int32 [1], sequences that there are. Others as `paged_attention.decode`.
     """
@@ -57,6 +58,7 @@ class PagedDecode(AttentionWork):
         decode(
             q[self.rows], keys, values, self.tables, self.first, self.lengths, sinks, window=self.window,
             block_size=self.block_size, scale=scale, out=out[self.rows], rows=self.live, workspace=self.workspace,
+            early=True,
         )  # fmt: skip
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
+from rose_dist.kernels.arch import DeviceInfo
 from rose_dist.kernels.errors import KernelArgumentError
 from rose_dist.kernels.paged_attention import DecodeWorkspace, decode
+from rose_dist.kernels.qk_norm import PagedCache, qk_norm_rope_cache
+from tests.kernels.conftest import emulated
 
 NAN = math.nan
 BLOCK = 16
@@ -121,14 +125,14 @@ def test_lengths(gpu: Any, heads: tuple[int, int, int]) -> None:
     check(gpu, [1, 16, 37, 0], heads)
 
 
-@pytest.mark.parametrize("heads", [(8, 2, 64), (16, 1, 64), (4, 2, 128)], ids=str)
+@pytest.mark.parametrize("heads", [(8, 2, 64), (32, 2, 64), (4, 2, 128)], ids=str)
 def test_windows(gpu: Any, heads: tuple[int, int, int]) -> None:
     """Windows that begin inside a tile, inside a block, and before the first token."""
     check(gpu, [70, 33, 9, 1], heads, window=20)
 
 
 def test_merges_splits(gpu: Any) -> None:
-    """17 and 33 tiles are 2 and 4 splits; the last of their blocks merges. The same counters serve the next call."""
+    """17 and 33 tiles are 2 and 4 parts; the last of their blocks merges. The same counters serve the next call."""
     cache = Cache.filled([270, 15, 520], 2, 64)
     q = torch.randn(3, 8, 64).bfloat16()
     sinks = torch.randn(8)
@@ -142,8 +146,78 @@ def test_merges_splits(gpu: Any) -> None:
     assert torch.equal(attend(gpu, q, cache, sinks=sinks, workspace=workspace), first)
 
 
+def test_any_number_of_blocks_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block merges a request's parts as it goes if it has them all; else the last block does, from memory."""
+    gpu = emulated(monkeypatch, "sm_90a")
+    torch.manual_seed(0)
+    cache = Cache.filled([300, 0, 520, 20, 270], 2, 64)
+    q, sinks = torch.randn(5, 8, 64).bfloat16(), torch.randn(8)
+    several = attend(gpu, q, cache, sinks=sinks)
+    for row in range(5):
+        assert_close(several[row], exact(q, cache, row, 0.2, sinks))
+    for sms in (1, 2, 3):
+        gpu.info = DeviceInfo(gpu.info.arch, sms)
+        assert torch.equal(attend(gpu, q, cache, sinks=sinks), several)
+
+
+def test_few_requests_with_a_window_have_the_same_bits(gpu: Any) -> None:
+    """Two heads a block or one."""
+    many = 150 if gpu.real else 9
+    cache = Cache.filled([70, 33] + [17] * (many - 2), 2, 64, window=40)
+    q = torch.randn(many, 8, 64).bfloat16()
+    together = attend(gpu, q, cache)
+    two = slice(0, 2)
+    alone = Cache(cache.keys, cache.values, cache.tables[two], cache.first[two], cache.lengths[two], 40, BLOCK)
+    assert torch.equal(attend(gpu, q[two], alone), together[two])
+
+
+def test_heads_that_lie_apart(gpu: Any) -> None:
+    """A cache whose heads have room between them."""
+    cache = Cache.filled([50, 7], 2, 64)
+    q = torch.randn(2, 8, 64).bfloat16()
+    keys, values = (
+        gpu.tensor(torch.cat([x, torch.full_like(x, NAN)], 2))[:, :, :64] for x in (cache.keys, cache.values)
+    )
+    out = decode(
+        gpu.tensor(q), keys, values, gpu.tensor(cache.tables), None, gpu.tensor(cache.lengths), None, window=None,
+        block_size=BLOCK, scale=0.2,
+    )  # fmt: skip
+    for row in range(2):
+        assert_close(gpu.plain(out)[row], exact(q, cache, row, 0.2, None))
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_fetches_older_keys_while_the_last_ones_are_written(gpu: Any, window: int | None) -> None:
+    """The launch before rotates queries in place and writes each request's last key and value, as in a decode step."""
+    lengths = [300, 17, 16, 1, 0, 90]
+    cache = Cache.filled(lengths, 2, 64, window=window)
+    last = [
+        int(cache.tables[row, (n - 1) // BLOCK - int(cache.first[row])]) * BLOCK + (n - 1) % BLOCK if n else -1
+        for row, n in enumerate(lengths)
+    ]
+    q, new = torch.randn(6, 8, 64).bfloat16(), [cache.keys[last].clone(), cache.values[last].clone()]
+    written = [slot for slot in last if slot >= 0]
+    cache.keys[written] = cache.values[written] = NAN
+    held = [gpu.tensor(x) for x in (q, *new, cache.keys, cache.values, cache.tables, cache.lengths, cache.first)]
+    moved, new_keys, new_values, keys, values, tables, counts, first = held
+    slots, turns = gpu.tensor(torch.tensor(last)), [gpu.tensor(torch.full((6, 32), x)) for x in (1.0, 0.0)]
+    workspace = DecodeWorkspace.allocate(
+        requests=6, query_heads=8, key_heads=2, head_dim=64, context=512, device=moved.device
+    )
+    for seed in range(3):
+        with contextlib.nullcontext() if gpu.real else gpu.together(seed):
+            qk_norm_rope_cache(moved, new_keys, new_values, PagedCache(keys, values, slots), *turns)
+            out = decode(
+                moved, keys, values, tables, first, counts, None, window=window, block_size=BLOCK, scale=0.2,
+                workspace=workspace, early=True,
+            )  # fmt: skip
+        complete = replace(cache, keys=gpu.plain(keys), values=gpu.plain(values))
+        for row in range(6):
+            assert_close(gpu.plain(out)[row], exact(q, complete, row, 0.2, None))
+
+
 def test_more_splits_than_one_batch_of_loads(gpu: Any) -> None:
-    """17 splits of one key head; a thread merges 16 at a time."""
+    """17 parts of one key head; a thread merges 16 at a time."""
     check(gpu, [17 * 8 * 16 + 5], (1, 1, 64))
 
 
@@ -192,7 +266,7 @@ def test_sinks_and_scores_of_any_size(gpu: Any) -> None:
     assert_close(attend(gpu, q, cache, sinks=sinks, scale=50.0)[0], exact(q, cache, 0, 50.0, sinks))
 
 
-@pytest.mark.parametrize("heads", [(8, 1, 64), (16, 1, 64), (4, 1, 128)], ids=str)
+@pytest.mark.parametrize("heads", [(8, 1, 64), (8, 4, 64), (32, 2, 64), (4, 2, 128)], ids=str)
 def test_fp8_cache(gpu: Any, heads: tuple[int, int, int]) -> None:
     """Every e4m3 is an fp16, in which products are taken: the results are closer than with bf16 weights."""
     query_heads, key_heads, head_dim = heads

@@ -1,4 +1,4 @@
-"""mma.sync, ldmatrix and stmatrix: warp-wide matrix fragments."""
+"""mma.sync, ldmatrix, stmatrix and movmatrix: warp-wide matrix fragments."""
 
 from __future__ import annotations
 
@@ -155,6 +155,26 @@ def stmatrix(program: Program, instruction: Instruction) -> Exchange:
         rows = np.ascontiguousarray(rows.transpose(0, 1, 3, 2) if transposed else rows)
         g.effects += 1
         store(g, "shared", where(g, lanes), words(rows.view(np.uint8).reshape(-1, 16), 16), _ROW, lanes)
+
+    return run
+
+
+def movmatrix(program: Program, instruction: Instruction) -> Exchange:
+    """An 8x8 matrix of 16-bit elements transposed: lane l holds elements 2(l%4) and the next of row l/4."""
+    if instruction.parts != ("movmatrix", "sync", "aligned", "m8n8", "trans", "b16"):
+        raise UnknownInstruction(f"{'.'.join(instruction.parts)} is not modelled")
+    put, read = (
+        program.operands.write(instruction.operands[0], B32),
+        program.operands.read(instruction.operands[1], B32),
+    )
+
+    def run(g: Gang, members: Array) -> None:
+        lanes = np.array(whole_warps(g, "movmatrix"))[:, None] + np.arange(WARP)
+        pairs = np.ascontiguousarray(np.broadcast_to(read(g), g.lanes)[lanes]).astype(np.uint32)
+        rows = pairs.view(np.uint16).reshape(-1, 8, 8).transpose(0, 2, 1)
+        values = np.zeros(g.lanes, np.uint32)
+        values[lanes] = np.ascontiguousarray(rows).reshape(-1, 64).view(np.uint32)
+        put(g, values)
 
     return run
 

@@ -198,3 +198,16 @@ def test_stmatrix_is_the_inverse_of_ldmatrix() -> None:
     text = body.replace("stmatrix.sync.aligned.m8n8.x4.trans", "stmatrix.sync.aligned.m8n8.x4")
     machine.run([launch(kernel(TID + text, ("u64 x", "u64 out"), declarations=SHARED), x, out, block=64)])
     assert torch.equal(out.view(8, 8, 8), x.view(8, 8, 8).transpose(1, 2))
+
+
+def test_movmatrix_transposes() -> None:
+    """As what ldmatrix does when it reads the same matrix with and without .trans."""
+    body = (
+        """ld.global.v4.u32 {%r20, %r21, %r22, %r23}, [%d4]; st.shared.v4.u32 [%r4], {%r20, %r21, %r22, %r23}; bar.sync 0;
+        ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%r30, %r31, %r32, %r33}, [%r4]; bar.sync 0;
+        """
+        + "".join(f"movmatrix.sync.aligned.m8n8.trans.b16 %r{n}, %r{n}; " for n in range(30, 34))
+        + "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r4], {%r30, %r31, %r32, %r33}; bar.sync 0; mov.u32 %r6, %r4; "
+        + OUT
+    )
+    assert copy(body)

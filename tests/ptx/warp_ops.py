@@ -36,7 +36,10 @@ def build(program: Program, instruction: Instruction) -> Control | None:
         return _synchronous(program, instruction.operands[0], _warp_barrier)
     if parts[0] == "activemask":
         return _activemask(program, instruction)
-    matrices = {"mma": matrix_ops.mma, "ldmatrix": matrix_ops.ldmatrix, "stmatrix": matrix_ops.stmatrix}
+    matrices = {
+        "mma": matrix_ops.mma, "ldmatrix": matrix_ops.ldmatrix, "stmatrix": matrix_ops.stmatrix,
+        "movmatrix": matrix_ops.movmatrix,
+    }  # fmt: skip
     if parts[0] in matrices:
         return _synchronous(program, Imm(ALL), matrices[parts[0]](program, instruction))
     if parts[0] == "wgmma":

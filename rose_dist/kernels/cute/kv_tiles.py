@@ -1,8 +1,8 @@
 """A warp's tiles of keys and values on their way from a paged cache to the tensor cores.
 
 Each lane copies into shared memory what it will itself need as fragments, and nothing else, so it waits for its own
-copies only. That works because the head's dimensions may stand in any order, both as the summed index of q · k and as
-the columns of p · v: a lane's share of a key, or of a value, is contiguous in the cache. Lane 4g + j has
+copies only. That works because a head's dimensions may stand in any order, both as the summed index of q · k and as
+the columns of p · v: a lane's share of a key, or of a value, is contiguous in the cache. Of every head, lane 4g + j has
 
     of keys g and g + 8           the j-th 16 bytes of every 64
     of values 2j, 2j + 1, 2j + 8,
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rose_dist.kernels import ptx, vector, warp_matrix
+from rose_dist.kernels import ptx_numbers, vector, warp_matrix
 from rose_dist.kernels.dsl import Int32, Int64, Uint32, cute, range_constexpr
 from rose_dist.kernels.paged_attention import TILE
 from rose_dist.kernels.variants import WARP
@@ -29,9 +29,12 @@ LOW_BYTES, HIGH_BYTES = 0x5140, 0x7362
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles of one cache: bf16, or e4m3 that becomes fp16, which holds all of its values."""
+    """Tiles of one cache, 16 keys of `heads` neighbouring heads: bf16, or e4m3 that becomes fp16, which holds all of
+    its values.
+    """
 
     head_dim: int
+    heads: int
     dtype: torch.dtype
 
     @property
@@ -40,12 +43,12 @@ class Tiles:
 
     @property
     def key_pieces(self) -> int:
-        """16-byte pieces of one key, a lane."""
+        """16-byte pieces of one head's key, a lane."""
         return self.head_dim * self.dtype.itemsize // 64
 
     @property
     def value_pieces(self) -> int:
-        """Pieces of 8 dimensions of one value, a lane."""
+        """Pieces of 8 dimensions of one head's value, a lane."""
         return self.head_dim // 64
 
     @property
@@ -54,50 +57,82 @@ class Tiles:
         return 8 * self.dtype.itemsize
 
     @property
+    def head_bytes(self) -> int:
+        """Shared memory of one head's keys, and of its values."""
+        return TILE * self.head_dim * self.dtype.itemsize
+
+    @property
     def bytes(self) -> int:
-        """Shared memory of a tile: its keys, then its values."""
-        return 2 * TILE * self.head_dim * self.dtype.itemsize
+        """Shared memory of a tile: for each head its keys, then its values."""
+        return 2 * self.heads * self.head_bytes
+
+    @property
+    def ahead(self) -> int:
+        """Bytes that lie together in the cache and that this warp reads, as far as L2 can be told."""
+        return 256 if self.heads * self.head_dim * self.dtype.itemsize % 256 == 0 else 128
 
     @cute.jit
     def copy(
-        self, stage: Uint32, keys: Int64, values: Int64, slot_stride: Int64, base: Int64, tile: Int32, low: Int32,
-        high: Int32, end: Int32,
+        self, stage: Uint32, keys: Int64, values: Int64, slot_stride: Int64, slot: Int64, tile: Int32, low: Int32,
+        high: Int32,
     ) -> None:  # fmt: skip
-        """Start this lane's copies of a tile, whose first key has slot `base`: a group of them, empty from tile `end`
-        on. Keys below `low` and from `high` on are not read; zeros stand for them.
+        """Start this lane's copies of a tile, whose first key has slot `slot`; heads lie side by side. Keys below `low`
+        and from `high` on are not read; zeros stand for them.
         """
-        if tile < end:
-            lane = cute.arch.thread_idx()[0] % WARP
-            g, j = lane // 4, lane % 4
-            row = slot_stride * self.dtype.itemsize
-            for i in range_constexpr(2 * self.key_pieces):
-                token, piece = g + 8 * (i // self.key_pieces), i % self.key_pieces
-                source = keys + (base + token) * row + (piece * 64 + j * 16)
-                place = stage + Uint32(i * (WARP * 16)) + Uint32(lane * 16)
-                warp_matrix.copy_async(place, source, seen(tile, token, low, high), 16)
-            first = self.bytes // 2
-            for i in range_constexpr(4 * self.value_pieces):
-                token, piece = 2 * j + (0, 1, 8, 9)[i // self.value_pieces], i % self.value_pieces
-                source = values + (base + token) * row + (piece * 8 + g) * self.value_bytes
-                place = stage + Uint32(first + i * (WARP * self.value_bytes)) + Uint32(lane * self.value_bytes)
-                warp_matrix.copy_async(place, source, seen(tile, token, low, high), self.value_bytes)
-        warp_matrix.commit_copies()
+        lane = cute.arch.thread_idx()[0] % WARP
+        g, j = lane // 4, lane % 4
+        row, head = slot_stride * self.dtype.itemsize, self.head_dim * self.dtype.itemsize
+        offset, first = slot * row, tile * TILE
+        keys += Int64(g) * row + j * 16
+        keys += offset
+        for token in (0, 8):
+            near = keys + token * row
+            count = _bytes(first + g + token, low, high, 16)
+            for h in range_constexpr(self.heads):
+                for piece in range_constexpr(self.key_pieces):
+                    i = token // 8 * self.key_pieces + piece
+                    place = stage + Uint32(2 * h * self.head_bytes + i * (WARP * 16)) + Uint32(lane * 16)
+                    warp_matrix.copy_async(place, near + (h * head + piece * 64), count, 16, self.ahead)
+        size = self.value_bytes
+        values += Int64(2 * j) * row + g * size
+        values += offset
+        for t in range_constexpr(4):
+            token = (0, 1, 8, 9)[t]
+            near = values + token * row
+            count = _bytes(first + 2 * j + token, low, high, size)
+            for h in range_constexpr(self.heads):
+                for piece in range_constexpr(self.value_pieces):
+                    i = t * self.value_pieces + piece
+                    place = stage + Uint32((2 * h + 1) * self.head_bytes + i * (WARP * size)) + Uint32(lane * size)
+                    source = near + (h * head + piece * (8 * size))
+                    warp_matrix.copy_async(place, source, count, size, self.ahead)
 
-    def keys(self, stage: Any, n: int) -> list[Any]:
-        """b of every product step for keys 8n … 8n + 7: two words each."""
+    def keys(self, stage: Any, head: int) -> list[Any]:
+        """a of every product step for a head's 16 keys."""
         lane = cute.arch.thread_idx()[0] % WARP
         fragments = []
         for i in range(self.key_pieces):
-            place = stage + Uint32((n * self.key_pieces + i) * (WARP * 16)) + Uint32(lane * 16)
-            words = warp_matrix.load_shared_16b(place)
-            if self.fp8:
-                fragments += [warp_matrix.widen_e4m3x4(word) for word in words]
-            else:
-                fragments += [words[:2], words[2:]]
+            above, below = (
+                self.split(
+                    warp_matrix.load_shared_16b(
+                        stage
+                        + Uint32(2 * head * self.head_bytes + (n * self.key_pieces + i) * (WARP * 16))
+                        + Uint32(lane * 16)
+                    )
+                )
+                for n in range(2)
+            )
+            fragments += [[a[0], b[0], a[1], b[1]] for a, b in zip(above, below, strict=True)]
         return fragments
 
+    def split(self, words: list[Any]) -> list[Any]:
+        """Four words of keys as pairs of words that are multiplied, one a product step."""
+        return [warp_matrix.widen_e4m3x4(word) for word in words] if self.fp8 else [words[:2], words[2:]]
+
     def queries(self, q: Any, row: Any, group: Any) -> list[Any]:
-        """A query head's words in the order of `keys`, two a product step; zeros from row `group` on."""
+        """b of every product step in the order of `keys`, for query head `row` of this lane: two words each; zeros from
+        row `group` on.
+        """
         j = cute.arch.thread_idx()[0] % 4
         piece_bytes = 32 if self.fp8 else 16
         address = q + Int64(vector.min_of(row, group - 1)) * (self.head_dim * 2) + j * piece_bytes
@@ -108,40 +143,49 @@ class Tiles:
                 words += [vector.select(row < group, loaded[w], Uint32(0)) for w in range(4)]
         return [self.pair(*_widen_bf16x2(word)) for word in words] if self.fp8 else words
 
-    def values(self, stage: Any, piece: int) -> list[Any]:
-        """b of the eight products for dimensions 64 · piece …: column g of product n is dimension 8g + n of them."""
+    def values(self, stage: Any, head: int, piece: int) -> list[Any]:
+        """a of the four products for a head's dimensions 64 · piece …, the columns being keys: rows g and g + 8 of
+        product n are dimensions 8g + 2n and the next of them.
+        """
         lane = cute.arch.thread_idx()[0] % WARP
         size = self.value_bytes
-        first = stage + Uint32(self.bytes // 2) + Uint32(lane * size)
+        first = stage + Uint32((2 * head + 1) * self.head_bytes) + Uint32(lane * size)
         load = warp_matrix.load_shared_8b if self.fp8 else warp_matrix.load_shared_16b
         a, b, c, d = (load(first + Uint32((t * self.value_pieces + piece) * (WARP * size))) for t in range(4))
         fragments = []
         for w in range(len(a)):
             if self.fp8:
                 for selector in (LOW_BYTES, HIGH_BYTES):
-                    above = warp_matrix.widen_e4m3x4(warp_matrix.permute(a[w], b[w], selector))
-                    below = warp_matrix.widen_e4m3x4(warp_matrix.permute(c[w], d[w], selector))
-                    fragments += [[above[k], below[k]] for k in range(2)]
+                    left = warp_matrix.widen_e4m3x4(warp_matrix.permute(a[w], b[w], selector))
+                    right = warp_matrix.widen_e4m3x4(warp_matrix.permute(c[w], d[w], selector))
+                    fragments.append([*left, *right])
             else:
-                for selector in (LOW_HALVES, HIGH_HALVES):
-                    fragments.append(
-                        [warp_matrix.permute(a[w], b[w], selector), warp_matrix.permute(c[w], d[w], selector)]
-                    )
+                fragments.append(
+                    [
+                        warp_matrix.permute(one, other, selector)
+                        for one, other in ((a[w], b[w]), (c[w], d[w]))
+                        for selector in (LOW_HALVES, HIGH_HALVES)
+                    ]
+                )
         return fragments
 
     def pair(self, low: Any, high: Any) -> Any:
         """Two fp32 as a word of what is multiplied."""
-        return warp_matrix.to_f16x2(low, high) if self.fp8 else ptx.to_bf16x2(low, high)
+        return warp_matrix.to_f16x2(low, high) if self.fp8 else ptx_numbers.to_bf16x2(low, high)
 
     def multiply_add(self, c: Any, a: Any, b: Any) -> Any:
         return warp_matrix.multiply_add(c, a, b, "f16" if self.fp8 else "bf16")
 
 
-def seen(tile: Any, token: Any, low: Any, high: Any) -> Any:
-    """Whether a tile's key is one of `low` … `high` − 1."""
-    position = tile * TILE + token
+def seen(position: Any, low: Any, high: Any) -> Any:
+    """Whether a key is one of `low` … `high` − 1."""
     return (position >= low) & (position < high)
 
 
+def _bytes(position: Any, low: Any, high: Any, size: int) -> Any:
+    """Of a key's piece that are to be read: all or nothing."""
+    return vector.select(seen(position, low, high), Uint32(size), Uint32(0))
+
+
 def _widen_bf16x2(word: Any) -> tuple[Any, Any]:
-    return ptx.from_bits(word << Uint32(16)), ptx.from_bits(word & Uint32(0xFFFF0000))
+    return ptx_numbers.from_bits(word << Uint32(16)), ptx_numbers.from_bits(word & Uint32(0xFFFF0000))

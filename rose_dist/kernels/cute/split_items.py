@@ -1,7 +1,13 @@
-"""The work of decode attention, on the device: items are (request, split, key head), numbered in this order."""
+"""The work of decode attention, on the device.
+
+A request's keys are split into parts of whole tiles, as many and as large as its own length says; all of its parts for
+one head group after another are its work. The requests' works, one after another, are a line of tiles of which every
+block takes a run of about the same length: the parts that begin in it.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from rose_dist.kernels import vector
@@ -10,66 +16,149 @@ from rose_dist.kernels.paged_attention import MIN_TILES, TILE
 from rose_dist.kernels.variants import WARP
 
 
+@dataclass(frozen=True)
+class Batch:
+    """What the split of work depends on; traced values. groups: head groups. most_splits: of any request."""
+
+    lengths: Any
+    requests: Any
+    live: Any
+    window: Any
+    most_splits: Any
+    groups: Any
+
+    def length(self, request: Any) -> Any:
+        """Of a live request; 0 of any other."""
+        known = vector.max_of(vector.min_of(request, self.requests - 1), Int32(0))
+        stored = vector.scalar(self.lengths + Int64(known) * 4, Int32)[0]
+        return vector.select(request < self.live, stored, Int32(0))
+
+    def tiles(self, length: Any) -> Any:
+        """On the line: at least one, as every request has a result."""
+        low = vector.max_of(length - self.window, Int32(0))
+        return vector.max_of(_count(length, low), Int32(1))
+
+    def splits(self, length: Any) -> Any:
+        """Parts of a request's keys: they depend on nothing but its own length."""
+        return vector.max_of(vector.min_of(self.tiles(length) // MIN_TILES, self.most_splits), Int32(1))
+
+    def part(self, length: Any, split: Any) -> tuple[Any, Any, Any]:
+        """The first key that the query sees, and a part's first tile and end."""
+        low = vector.max_of(length - self.window, Int32(0))
+        tiles, splits = _count(length, low), self.splits(length)
+        first = low // TILE
+        return low, first + split * tiles // splits, first + (split + 1) * tiles // splits
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the line; traced values. request: −1 if there is none. place: where its request and group begin."""
+
+    request: Any
+    length: Any
+    group: Any
+    split: Any
+    place: Any
+
+
+def run_of_block(batch: Batch) -> tuple[Part, Any]:
+    """The first part that begins in this block's run, and the run's end. By whole warps."""
+    *part, end = _first_part(
+        batch.lengths, batch.requests, batch.live, batch.window, batch.most_splits, batch.groups
+    )  # fmt: skip
+    return Part(*part), end
+
+
+def after(batch: Batch, part: Part, end: Any) -> Part:
+    """The part after `part`, if it begins before `end`."""
+    request, length, group, split, place = part.request, part.length, part.group, part.split + 1, part.place
+    done = split >= batch.splits(length)
+    place = vector.select(done, place + batch.tiles(length), place)
+    group = vector.select(done, group + 1, group)
+    split = vector.select(done, Int32(0), split)
+    over = group >= batch.groups
+    request = vector.select(over, request + 1, request)
+    group = vector.select(over, Int32(0), group)
+    length = vector.select(over, batch.length(request), length)
+    begins = place + split * batch.tiles(length) // batch.splits(length)
+    there = (request < batch.requests) & (begins < end)
+    return Part(vector.select(there, request, Int32(-1)), length, group, split, place)
+
+
+def last_begins(batch: Batch, part: Part) -> Any:
+    """Where the last part of the same request and group begins."""
+    splits = batch.splits(part.length)
+    return part.place + (splits - 1) * batch.tiles(part.length) // splits
+
+
 @cute.jit
-def find(
-    wanted: Int32, first: Int32, before: Int32, lengths: Int64, requests: Int32, live: Int32, window: Int32,
-    most_splits: Int32,
+def _first_part(
+    lengths: Int64, requests: Int32, live: Int32, window: Int32, most_splits: Int32, groups: Int32
 ) -> Any:  # fmt: skip
-    """The request and split that number `wanted` of all requests' splits is. By whole warps.
-
-    first, before: a request, and the splits of all requests before it, from where on to look; 0 at first, then what the
-    last call returned, as long as `wanted` grows.
-
-    Returns:
-        first, before, request (−1: there are not so many), its length, split, and its number of splits.
-    """
+    batch = Batch(lengths, requests, live, window, most_splits, groups)
     lane = cute.arch.thread_idx()[0] % WARP
-    request, length, split, splits = Int32(-1), Int32(0), Int32(0), Int32(1)
+    total, first = Int32(0), Int32(0)
+    while first < requests:
+        total += cute.arch.warp_redux_sync(_tiles_of_lane(batch, first + lane), "add")
+        first += WARP
+    share = _share(total * groups, cute.arch.grid_dim()[0])
+    begin = cute.arch.block_idx()[0] * share
+    end = begin + share
     # 32 requests at a time, a lane for each.
+    request, length, before, first = Int32(-1), Int32(0), Int32(0), Int32(0)
     while (first < requests) & (request < 0):
-        mine = _length(lengths, first + lane, live)
-        shares = vector.select(first + lane < requests, _splits(mine, window, most_splits), Int32(0))
-        total = cute.arch.warp_redux_sync(shares, "add")
-        if wanted >= before + total:
+        tiles = _tiles_of_lane(batch, first + lane)
+        upto = _sum_up_to(tiles, lane)
+        count = cute.arch.shuffle_sync(upto, WARP - 1)
+        if begin >= (before + count) * groups:
             first += WARP
-            before += total
+            before += count
         else:
-            start = before + _exclusive_sum(shares, lane)
-            owner = cute.arch.warp_redux_sync(vector.select(start <= wanted, lane, Int32(0)), "max")
-            request, length = first + owner, cute.arch.shuffle_sync(mine, owner)
-            split = wanted - cute.arch.shuffle_sync(start, owner)
-            splits = cute.arch.shuffle_sync(shares, owner)
-    return first, before, request, length, split, splits
+            begun = before + upto - tiles
+            owner = cute.arch.warp_redux_sync(vector.select(begun * groups <= begin, lane, Int32(0)), "max")
+            request, before = first + owner, cute.arch.shuffle_sync(begun, owner)
+            length = batch.length(request)
+    part = _from(batch, request, length, before * groups, begin, end)
+    there = vector.select(request >= 0, part.request, Int32(-1))
+    return there, part.length, part.group, part.split, part.place, end
 
 
-def tiles_of(length: Any, window: Any, split: Any, splits: Any) -> tuple[Any, Any, Any]:
-    """The first key that the query sees, and the split's first tile and end."""
-    low = vector.max_of(length - window, Int32(0))
-    tiles = _count(length, low)
-    return low, low // TILE + split * tiles // splits, low // TILE + (split + 1) * tiles // splits
+def _from(batch: Batch, request: Any, length: Any, place: Any, begin: Any, end: Any) -> Part:
+    """The first part from `begin` on, which lies in the work of `request`; that begins at `place`."""
+    tiles = batch.tiles(length)
+    group = (begin - place) // tiles
+    place += group * tiles
+    # The last part that begins before, −1 for none.
+    split = ((begin - place) * batch.splits(length) + tiles - 1) // tiles - 1
+    return after(batch, Part(request, length, group, split, place), end)
 
 
-def _length(lengths: Any, request: Any, live: Any) -> Any:
-    """Of a live request; 0 of any other."""
-    known = vector.min_of(request, vector.max_of(live - 1, Int32(0)))
-    return vector.select(request < live, vector.scalar(lengths + Int64(known) * 4, Int32)[0], Int32(0))
+def _share(tiles: Any, blocks: Any) -> Any:
+    """Tiles a run: up to a sixteenth more than an equal share, so that it is a round number.
+
+    With lengths that are round themselves runs then end where requests end, or halves of them, and less is merged
+    through memory. The last blocks may get nothing; the others have enough under way for all.
+    """
+    share = (tiles + blocks - 1) // blocks
+    unit = Int32(MIN_TILES)
+    for larger in (16, 32, 64, 128, 256, 512):
+        unit = vector.select(share >= 16 * larger, Int32(larger), unit)
+    return (share + unit - 1) // unit * unit
+
+
+def _tiles_of_lane(batch: Batch, request: Any) -> Any:
+    return vector.select(request < batch.requests, batch.tiles(batch.length(request)), Int32(0))
 
 
 def _count(length: Any, low: Any) -> Any:
     return (length + (TILE - 1)) // TILE - low // TILE
 
 
-def _splits(length: Any, window: Any, most: Any) -> Any:
-    """Blocks that share the keys of a request for one key head: they depend on nothing but its own length."""
-    tiles = _count(length, vector.max_of(length - window, Int32(0)))
-    return vector.max_of(vector.min_of(tiles // MIN_TILES, most), Int32(1))
-
-
-def _exclusive_sum(value: Any, lane: Any) -> Any:
-    """Of the lanes before this one."""
+def _sum_up_to(value: Any, lane: Any) -> Any:
+    """Of the lanes up to this one."""
     total, offset = value, 1
     while offset < WARP:
         below = cute.arch.shuffle_sync_up(total, offset, mask_and_clamp=0)
         total = total + vector.select(lane >= offset, below, Int32(0))
         offset *= 2
-    return total - value
+    return total

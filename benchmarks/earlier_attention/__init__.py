@@ -1,0 +1,1 @@
+"""What decode attention was before, for comparison; see `paged_attention`."""
