@@ -108,10 +108,10 @@ class TorchMemory:
         return Region(local, tuple(handle.buffer_ptrs))
 
 
-def memory_of(control: Control, device: torch.device) -> tuple[Any, str]:
+def memory_of(control: Control, device: torch.device, size: int = HEAP) -> tuple[Any, str]:
     """NVSHMEM's heap if every rank gets it, and what it is."""
     try:
-        memory, problem = SymmetricMemory(control, device, HEAP), ""
+        memory, problem = SymmetricMemory(control, device, size), ""
     except Exception as error:
         memory, problem = None, f"{type(error).__name__}: {error}"
     problems = control.all_gather_objects(problem)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rose_dist.comm.all_to_all.local_gpu import GpuOptions
-from rose_dist.comm.all_to_all.nvlink import NvLink
+from rose_dist.comm.all_to_all.nvlink import NvLink, exchange_layout
 from rose_dist.comm.all_to_all.protocol import AllToAllConfig, Dispatched, Routing
+from rose_dist.kernels.exchange_layout import ExchangeLayout
+from rose_dist.kernels.formats import FP8 as BLOCKS_FP8
+from rose_dist.kernels.quantize import reference
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -25,6 +28,8 @@ class Model:
     top_k: int
     experts: int
     fp8: bool = False
+    fused: bool = False
+    """With `fp8`: rows are given in bf16 and dispatch quantises them."""
 
     def config(self, max_tokens: int) -> AllToAllConfig:
         config = AllToAllConfig(
@@ -32,12 +37,15 @@ class Model:
         )
         if not self.fp8:
             return config
+        if self.fused:
+            return config.in_format(BLOCKS_FP8)
         return replace(config, dtype=FP8, out_dtype=BF16, scale_dim=-(-self.hidden // 128))
 
 
 MODELS = (
     Model("gpt-oss-120b", 2880, 4, 128),
     Model("deepseek-v3 fp8", 7168, 8, 256, fp8=True),
+    Model("deepseek-v3 bf16 to fp8", 7168, 8, 256, fp8=True, fused=True),
     Model("deepseek-v3 bf16", 7168, 8, 256),
 )
 
@@ -52,6 +60,10 @@ class Inputs:
     weights: Tensor
     live: Tensor
     """int32 [1]."""
+
+    def travelling(self, model: Model) -> tuple[Tensor, Tensor | None]:
+        """Rows and scales as they arrive."""
+        return reference(self.x, BLOCKS_FP8) if model.fused else (self.x, self.scales)
 
     @classmethod
     def of(
@@ -76,8 +88,8 @@ class Inputs:
             ids = (rand(tokens, k) * (model.experts + 1)).int() - 1
         elif kind == 4:
             ids = ids % max(1, model.experts // 8)
-        x = (rand(tokens, model.hidden) - 0.5).to(config.dtype)
-        scales = rand(tokens, config.scale_dim) if config.scale_dim else None
+        x = (rand(tokens, model.hidden) - 0.5).to(config.given_dtype)
+        scales = rand(tokens, config.given_scales) if config.given_scales else None
         live = tokens if whole or seed % 5 == 0 else int(rand(1).item() * (tokens + 1))
         weights = rand(tokens, k)
         return cls(x, scales, ids, weights, torch.tensor([live], dtype=torch.int32, device=device))
@@ -92,16 +104,15 @@ def expected_rows(model: Model, inputs: list[Inputs], local: range) -> tuple[Ten
     keys = torch.where((ids >= local.start) & (ids < local.stop), ids - local.start, len(local)).flatten().long()
     counts = torch.bincount(keys, minlength=len(local) + 1)[: len(local)]
     order = keys.argsort(stable=True)[: int(counts.sum())] // model.top_k
-    x = torch.cat([one.x.view(torch.uint8) for one in inputs])[order]
-    scales = None
-    if inputs[0].scales is not None:
-        scales = torch.cat([one.scales for one in inputs if one.scales is not None])[order]
+    sent = [one.travelling(model) for one in inputs]
+    x = torch.cat([rows.view(torch.uint8) for rows, _ in sent])[order]
+    scales = torch.cat([scales for _, scales in sent if scales is not None])[order] if model.fp8 else None
     return counts, x, scales
 
 
 def expected_out(model: Model, one: Inputs) -> Tensor:
     """Of experts that give their rows back, in bf16; dead rows are zero."""
-    x = one.x.to(BF16).float()
+    x = one.travelling(model)[0].to(BF16).float()
     total = torch.zeros(x.shape, device=x.device)
     for j in range(model.top_k):
         total = torch.where(one.ids[:, j, None] >= 0, total + one.weights[:, j, None] * x, total)
@@ -109,16 +120,30 @@ def expected_out(model: Model, one: Inputs) -> Tensor:
     return total.to(BF16)
 
 
+class Varied(NvLink):
+    """With another layout, for example `chunk` or `most_result_packet_bytes`."""
+
+    changes: ClassVar[dict[str, Any]] = {}
+
+    def lay_out(self, config: AllToAllConfig, ranks: int, in_flight: int) -> ExchangeLayout:
+        return varied(config, ranks, in_flight, self.changes)
+
+
+def varied(config: AllToAllConfig, ranks: int, in_flight: int, changes: dict[str, Any]) -> ExchangeLayout:
+    return replace(exchange_layout(config, ranks, in_flight), **changes)
+
+
 class Layer:
     """Dispatch, experts that give their rows back, combine; fit to be captured."""
 
     def __init__(
         self, model: Model, tokens: int, group: Any, device: torch.device, take: Callable[[int], Any], sms: int,
-        max_tokens: int = 0,
+        changes: dict[str, Any],
     ) -> None:  # fmt: skip
         self.model, self.tokens, self.group, self.device = model, tokens, group, device
         options = GpuOptions(device=device, rank=group.rank)
-        self.moe = NvLink(model.config(max_tokens or tokens), group, options, take, sms)
+        kind = type("Varied", (Varied,), {"changes": changes})
+        self.moe = kind(model.config(tokens), group, options, take, sms)
         self.inputs = Inputs.of(model, tokens, group.rank, 0, device, whole=True)
         self.out = torch.zeros(tokens, model.hidden, dtype=BF16, device=device)
         self.expert_out = torch.zeros(self.moe._free[0].x.shape[0], model.hidden, dtype=BF16, device=device)
@@ -140,6 +165,12 @@ class Layer:
         one = self.inputs
         handle = self.moe.dispatch_send(one.x, Routing(one.ids, one.weights), scales=one.scales, rows=one.live)
         return self.moe.dispatch_recv(handle)
+
+    def exchange_halves(self) -> None:
+        """As `exchange`, by halves: nothing of one rank is taken while it still sends."""
+        dispatched = self.halves()
+        self.moe.combine_send(self.expert_out, dispatched)
+        self.moe.combine_recv(dispatched, out=self.out)
 
     def exchange(self) -> None:
         """Dispatch and combine of results that are there already."""

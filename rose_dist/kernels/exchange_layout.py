@@ -9,31 +9,42 @@ A rank sends a token once to every rank that holds any of its experts, as a reco
             expert is not the receiver's, else local expert << 20 | how many earlier (token, place) pairs of the same
             source and expert there are
 
-The records from one source to one destination stand in the order of tokens, without gaps. A source also sends every
-destination one header:
+The records from one source to one destination stand in the order of tokens, without gaps (plain rows: without gaps in
+each chunk, which starts at `chunk` times its number). A source also sends every destination one header:
 
-    header  u32 [3 + most experts a rank]: records to follow, the source's live tokens, 1 if records come as plain rows
-            or 0 for packets; then the pairs for each of the receiver's experts
+    header  u32 [3 + most experts a rank]: records to follow (if they come as packets), the source's live tokens, in
+            which form its records come and its results go back (`PACKETS`, `ROWS` or `RETURNS`); then the pairs for
+            each of the receiver's experts
 
 Headers are all that a receiver needs to place any record: expert e's rows from source s start where e starts, plus the
 counts of the sources before s. So no rank waits for another before its first byte leaves, and the order of the packed
 rows (source, token, place) is nobody's choice.
 
 A source with at most `packet_tokens` tokens sends packets (`cute.packets`: 12 bytes of data and the epoch, no flag);
-with more it sends plain rows, `CHUNK` tokens at a time, each chunk with a flag. Results come back the same way, to
-place (token, place in the top k) of the source. Each area has several copies, used in turn by epoch. The areas:
+with more it sends plain rows, `chunk` tokens at a time, each chunk with a flag. Results come back to place (token,
+place in the top k) of the source: of up to `result_packet_tokens` tokens as packets, of more as plain rows with a flag
+a token (`RETURNS`), of sources that sent plain rows with a flag a chunk. Each area has several copies, used in turn by
+epoch.
+
+With `quantized`, a source that sends packets is given bf16 rows and quantises them as it sends. Its records' packets
+then carry units of 128 values: 32 words of codes and one word of scales, an fp32 or four bytes, are `UNIT_PACKETS`
+packets without a gap. So whoever takes a part of a record makes and places its codes and scales without the rest.
+
+The areas:
 
 - `headers`: packets [copies, source, header_packets], written by every source.
 - `record_packets`: packets [copies, source, packet_tokens, record_packets], written by sources with few tokens.
-- `records`: bytes [copies, source, max_tokens, record_bytes], written by sources with many.
+- `records`: bytes [copies, source, max_records, record_bytes], written by sources with many.
 - `runs`: u32 [copies, source, chunks, 2]: first record << 8 | number of records, then the chunk's flag. Flag: written
   by thread `destination` of the block that wrote the chunk's records (release, system scope), with the epoch; read by
   one thread of the block that takes the chunk (acquire, system scope). It publishes the run and its records.
-- `result_packets`: packets [result_copies, packet_tokens, top_k, result_packets], written by the experts' ranks.
+- `result_packets`: packets [result_copies, result_packet_tokens, top_k, result_packets], written by the experts' ranks.
 - `results`: bytes [result_copies, max_tokens, top_k, result_bytes], written by the experts' ranks.
-- `result_flags`: u32 [result_copies, experts' rank, chunks]: written by one thread of the block that wrote what it has
-  of the chunk's results (release, system scope), with the epoch; read by thread `rank` of the block that sums the
-  chunk (acquire, system scope). It publishes those results.
+- `result_flags`: u32 [result_copies, experts' rank, max_records], by chunk, or by token for `RETURNS`: written by one
+  thread of the block that wrote what it has of the chunk's or the token's results (release, system scope), with the
+  epoch; read by thread `rank` of the block that sums them (acquire, system scope). It publishes those results. With
+  `RETURNS` only ranks that hold an expert of the token write one, and only theirs are waited for. Where a rank sends
+  and sums in one launch, it takes its own experts' results from where they are: none come through its region.
 
 Copies. Let F dispatches wait for their combine at most (`in_flight`). Whoever sends exchange e has received e − F from
 every rank (headers always come), and that rank had received e − 2F before it sent e − F: so 2F copies suffice for what
@@ -48,16 +59,26 @@ from dataclasses import dataclass
 
 from rose_dist.kernels import checks
 from rose_dist.kernels.expert_slots import MAX_EXPERTS, MAX_K, MAX_PAIRS
+from rose_dist.kernels.formats import FP8, MXFP8, BlockFormat
 from rose_dist.kernels.memory_areas import ALIGNMENT, MemoryAreas, round_up
-from rose_dist.kernels.peer_regions import PACKET_BYTES, packets
+from rose_dist.kernels.peer_regions import PACKET_BYTES, PACKET_WORDS, packets
 
 MAX_PEERS = 32
 """Ranks that may exchange; a token's destinations are the bits of one word."""
 PACKET_TOKENS = 256
 """Most tokens that travel as packets, which cost a third more bytes and save a flag's way."""
-CHUNK = 16
-"""Tokens of plain rows that share a flag."""
+CHUNK, NVLINK_CHUNK = 16, 8
+"""Tokens of plain rows that share a flag: across nodes, where it is a message, and within one."""
+PACKETS, ROWS, RETURNS = range(3)
+"""In a header: records and results as packets; both as plain rows; records as packets and results as plain rows."""
+RESULT_PACKET_BYTES = 4 << 20
+"""Of a rank's results in packets, at most: packets send a third more, which from here on takes longer than a flag."""
 HEADER_WORDS = 3
+UNIT_VALUES, UNIT_WORDS = 128, 33
+"""Of a quantised record's row: values, and the words that carry their codes and scales."""
+UNIT_PACKETS = UNIT_WORDS // PACKET_WORDS
+FUSED_FORMATS = (FP8, MXFP8)
+"""Formats with one word of scales for the codes of `UNIT_VALUES` values."""
 ORDINAL_BITS = 20
 """Of a place in `meta`: how many pairs of one source and expert may be told apart."""
 NO_PLACE = 0xFFFFFFFF
@@ -80,12 +101,18 @@ class ExchangeLayout(MemoryAreas):
     in_flight: int = 1
     """Dispatches that may wait for their combine at once."""
     most_packet_tokens: int = PACKET_TOKENS
+    most_result_packet_bytes: int = RESULT_PACKET_BYTES
+    """Of results, packets' own words not counted."""
+    chunk: int = CHUNK
+    """Tokens of plain rows that share a flag."""
+    quantized: BlockFormat | None = None
+    """What a source of few tokens makes of bf16 rows as it sends them; None: rows travel as they are given."""
 
     def __post_init__(self) -> None:
         for name, least, most in (
             ("ranks", 2, MAX_PEERS), ("experts", 1, MAX_EXPERTS), ("top_k", 1, MAX_K), ("in_flight", 1, 16),
             ("max_tokens", 1, (1 << ORDINAL_BITS) // self.top_k if self.top_k > 0 else 0), ("scale_bytes", 0, 1 << 16),
-            ("most_packet_tokens", 1, PACKET_TOKENS),
+            ("most_packet_tokens", 1, PACKET_TOKENS), ("chunk", 1, CHUNK),
         ):  # fmt: skip
             value = getattr(self, name)
             if not least <= value <= most:
@@ -94,6 +121,13 @@ class ExchangeLayout(MemoryAreas):
             value = getattr(self, name)
             if value <= 0 or value % 16:
                 raise checks.fail(name, f"is {value}; must be a multiple of 16: rows travel 16 bytes at a time")
+        if self.quantized is not None:
+            allowed = ", ".join(map(str, FUSED_FORMATS))
+            if self.quantized not in FUSED_FORMATS:
+                raise checks.fail("quantized", f"is {self.quantized}; allowed: {allowed}")
+            wanted = self.quantized.blocks(self.row_bytes) * self.quantized.scale.bytes
+            if self.scale_bytes != wanted:
+                raise checks.fail("scale_bytes", f"is {self.scale_bytes}; {self.quantized} rows have {wanted}")
 
     # --- Which rank holds an expert ------------------------------------------------------------------------------
 
@@ -134,8 +168,13 @@ class ExchangeLayout(MemoryAreas):
         return self.row_bytes // 4 + -(-self.scale_bytes // 4)
 
     @property
+    def units(self) -> int:
+        """Of a quantised record's row; the last may be partly beyond it."""
+        return -(-self.row_bytes // UNIT_VALUES)
+
+    @property
     def data_packets(self) -> int:
-        return packets(self.data_words)
+        return packets(self.data_words) if self.quantized is None else self.units * UNIT_PACKETS
 
     @property
     def record_packets(self) -> int:
@@ -168,9 +207,29 @@ class ExchangeLayout(MemoryAreas):
         return self.max_tokens > self.packet_tokens
 
     @property
+    def result_packet_tokens(self) -> int:
+        """Most tokens of a rank whose results come back as packets."""
+        return min(self.packet_tokens, self.most_result_packet_bytes // (self.top_k * self.result_bytes))
+
+    @property
+    def has_result_rows(self) -> bool:
+        """Whether any rank's results may come back as plain rows."""
+        return self.max_tokens > self.result_packet_tokens
+
+    @property
+    def has_returns(self) -> bool:
+        """Whether any rank may send packets and get plain rows back."""
+        return self.packet_tokens > self.result_packet_tokens
+
+    @property
     def chunks(self) -> int:
         """Of one source in one exchange, at most."""
-        return -(-self.max_tokens // CHUNK)
+        return -(-self.max_tokens // self.chunk)
+
+    @property
+    def max_records(self) -> int:
+        """Places for records from one source to one destination."""
+        return self.chunks * self.chunk
 
     # --- Where it stands ---------------------------------------------------------------------------------------------
 
@@ -197,7 +256,7 @@ class ExchangeLayout(MemoryAreas):
     @property
     def source_record_bytes(self) -> int:
         """From one source's plain records to the next one's."""
-        return self.max_tokens * self.record_bytes if self.has_rows else 0
+        return self.max_records * self.record_bytes if self.has_rows else 0
 
     @property
     def source_run_bytes(self) -> int:
@@ -207,17 +266,17 @@ class ExchangeLayout(MemoryAreas):
     @property
     def result_packet_bytes(self) -> int:
         """From one copy of the result packets to the next."""
-        return self.packet_tokens * self.top_k * self.result_packets * PACKET_BYTES
+        return self.result_packet_tokens * self.top_k * self.result_packets * PACKET_BYTES
 
     @property
     def result_row_bytes(self) -> int:
         """From one copy of the plain results to the next."""
-        return self.max_tokens * self.top_k * self.result_bytes if self.has_rows else 0
+        return self.max_tokens * self.top_k * self.result_bytes if self.has_result_rows else 0
 
     @property
     def result_flag_bytes(self) -> int:
         """From one copy of the result flags to the next."""
-        return 4 * self.ranks * self.chunks if self.has_rows else 0
+        return 4 * self.ranks * self.max_records if self.has_result_rows else 0
 
     @property
     def _areas(self) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rose_dist.kernels.exchange_layout import UNIT_PACKETS, ExchangeLayout
 from rose_dist.kernels.variants import WARP, Ranges
 
 MOST_THREADS = 512
@@ -17,12 +18,22 @@ PARTS = Ranges((0, 13, 51), (128, 512, 1024))
 spread over several blocks. At 1,024 a part takes 12 KB of shared memory."""
 
 
+DISPATCH_PUSHERS, COMBINE_PUSHERS = 1 / 3, 1 / 2
+"""Of the blocks of a launch that sends plain rows and takes them, the share that sends. A third of an H200's SMs has
+700 KB of loads in flight, twice what NVLink takes in a microsecond; fewer senders would finish chunks in better order,
+more would leave too few to pack rows at the memory's rate."""
+
+
 @dataclass(frozen=True)
 class PacketTiling:
     """`splits` blocks take a record of `packets` packets, each up to `most`, a thread up to `turns` of them."""
 
     packets: int
     most: int
+    unit: int = PART_UNIT
+    """Packets of a part are a multiple of this."""
+    least: int = LEAST_THREADS
+    """Threads of a block."""
 
     @property
     def splits(self) -> int:
@@ -31,7 +42,7 @@ class PacketTiling:
     @property
     def part(self) -> int:
         """Packets of a block's part."""
-        return _up(_up(self.packets, self.splits) // self.splits, PART_UNIT)
+        return _up(_up(self.packets, self.splits) // self.splits, self.unit)
 
     @property
     def turns(self) -> int:
@@ -40,7 +51,7 @@ class PacketTiling:
     @property
     def threads(self) -> int:
         """Of a block."""
-        return max(LEAST_THREADS, _up(_up(self.part, self.turns) // self.turns, WARP))
+        return max(self.least, _up(_up(self.part, self.turns) // self.turns, WARP))
 
     def packet(self, split: Any, thread: Any, turn: int) -> Any:
         """The number of a thread's packet in the record; possibly none of its own."""
@@ -49,6 +60,11 @@ class PacketTiling:
     def inside(self, split: Any, thread: Any, turn: int) -> Any:
         """Whether it is the thread's own."""
         return (thread + turn * self.threads < self.part) & (self.packet(split, thread, turn) < self.packets)
+
+
+def record_tiling(layout: ExchangeLayout, most: int, least: int = LEAST_THREADS) -> PacketTiling:
+    """Of a record's row and scales; a part of a quantised record is whole units."""
+    return PacketTiling(layout.data_packets, most, PART_UNIT if layout.quantized is None else UNIT_PACKETS, least)
 
 
 def _up(number: int, unit: int) -> int:

@@ -1,7 +1,7 @@
 """MoE dispatch and combine between the GPUs of one NVLink domain: rows to the ranks of their experts, results back.
 
 What stands where in the memory that ranks share, and why it is safe: `exchange_layout`. Up to `layout.packet_tokens`
-tokens travel as packets and take one launch each way; more travel as plain rows.
+tokens travel as packets and take one launch each way; more travel as plain rows, and a dispatch is two launches.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from rose_dist.kernels import checks, jit, launch
-from rose_dist.kernels.exchange_layout import CHUNK, HEADER_WORDS, ExchangeLayout
+from rose_dist.kernels.exchange_kernels import ExchangeKernels
+from rose_dist.kernels.exchange_layout import HEADER_WORDS, ExchangeLayout
 from rose_dist.kernels.exchange_order import SourceOrder
-from rose_dist.kernels.exchange_tiling import PARTS, PacketTiling
+from rose_dist.kernels.exchange_tiling import COMBINE_PUSHERS, DISPATCH_PUSHERS, PARTS, PacketTiling, record_tiling
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.moe_dispatch import LIMIT_NS
 from rose_dist.kernels.peer_regions import STAGES
@@ -39,29 +40,31 @@ class ReceivedRows:
     sources: Tensor
     """int32 [ranks, 3], the first words of each source's header."""
     tokens: Tensor
-    """int32 [ranks, max_tokens], each record's token."""
+    """int32 [ranks, max_records], each record's token."""
     slots: Tensor
-    """int32 [ranks, max_tokens, top_k], the packed row of each place of a record; −1: not here, −2: no room."""
+    """int32 [ranks + 1, max_records, top_k], the packed row of each place of a record; −1: not here, −2: no room. The
+    last: by token, of this rank's own tokens' places that are here; other places are from an earlier exchange or −1."""
     runs: Tensor
     """int32 [ranks, chunks], each chunk's records."""
 
 
 def received_rows(layout: ExchangeLayout, packed: PackedLayout, device: torch.device) -> ReceivedRows:
-    """Unwritten, for whatever the ranks may send."""
+    """For whatever the ranks may send."""
 
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
 
     rows = packed_rows(layout, packed)
-    records = (layout.ranks, layout.max_tokens)
+    slots = empty(layout.ranks + 1, layout.max_records, layout.top_k, dtype=torch.int32)
+    slots[-1].fill_(-1)  # what a dispatch whose wait expired has left unwritten must not be an address
     return ReceivedRows(
         empty(rows, layout.row_bytes, dtype=torch.uint8),
         empty(rows, layout.scale_bytes, dtype=torch.uint8) if layout.scale_bytes else None,
         empty(layout.width, dtype=torch.int32),
         empty(layout.width + 1, dtype=torch.int64),
         empty(layout.ranks, HEADER_WORDS, dtype=torch.int32),
-        empty(*records, dtype=torch.int32),
-        empty(*records, layout.top_k, dtype=torch.int32),
+        empty(layout.ranks, layout.max_records, dtype=torch.int32),
+        slots,
         empty(layout.ranks, layout.chunks, dtype=torch.int32),
     )
 
@@ -92,18 +95,21 @@ class ExpertExchange:
         self._state = torch.empty(5, dtype=torch.int64, device=device).zero_()
         self._arch = launch.device(self._state).arch
         self._sms = sms
+        self.pushers = (max(1, int(sms * DISPATCH_PUSHERS)), max(1, int(sms * COMBINE_PUSHERS)))
+        """Blocks that send plain rows in a dispatch and in a combine, fewer than SMs."""
         self._peers = torch.empty(layout.ranks, dtype=torch.int64, device=device)
         self._peers.copy_(torch.tensor(regions))
         self._own = regions[rank]
         self._wait = (self.report.address, limit_ns, rank)
-        for most in PARTS.variants:
-            for send, receive in ((True, True), (True, False), (False, True)):
-                self._dispatch_kernel(most, send, receive)
-                self._combine_kernel(most, send, receive, result_dtype, False)
+        self._kernels = ExchangeKernels(self._arch, layout, packed, result_dtype)
+        for kernel in self._kernels.usual():
+            _load(kernel)
         if layout.has_rows:
             self._order = SourceOrder(layout, device, sms)
-            self._push_kernel()
-            self._sum_kernel(result_dtype, False)
+
+    def fuses(self, tokens: int) -> bool:
+        """Whether dispatches of so many tokens quantise."""
+        return self.layout.quantized is not None and tokens <= self.layout.packet_tokens
 
     @property
     def sent(self) -> Tensor:
@@ -120,8 +126,7 @@ class ExpertExchange:
         """Both halves, in one launch where that goes."""
         _check_inputs(x, scales, ids)
         if tokens > self.layout.packet_tokens:
-            self._push_rows(x, scales, ids, tokens, live_rows)
-            self.dispatch_receive(out, tokens)
+            self._push_rows(x, scales, ids, tokens, live_rows, out)
         else:
             self._dispatch((x, scales, ids, live_rows), tokens, out, True, True)
 
@@ -129,7 +134,7 @@ class ExpertExchange:
         self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None
     ) -> None:
         """`x` [tokens, row], `ids` int32 [tokens, top_k]; live are the first `tokens` or fewer, if `live_rows`, int32
-        [1], says so.
+        [1], says so. Where `fuses(tokens)`, `x` is bf16 and `scales` None.
         """
         _check_inputs(x, scales, ids)
         if tokens > self.layout.packet_tokens:
@@ -148,9 +153,8 @@ class ExpertExchange:
         live_rows: Tensor | None, accumulate: bool,
     ) -> None:  # fmt: skip
         """Both halves, in one launch where that goes."""
-        if tokens > self.layout.packet_tokens:
-            self.combine_send(expert_out, received, tokens)
-            self._sum_rows((ids, weights, live_rows, out), tokens, accumulate)
+        if tokens > self.layout.result_packet_tokens:
+            self._sum_rows((ids, weights, live_rows, out), tokens, accumulate, expert_out, received)
         else:
             self._combine(expert_out, received, (ids, weights, live_rows, out), tokens, accumulate)
 
@@ -164,7 +168,7 @@ class ExpertExchange:
         """The weighted sums of this rank's tokens, from the oldest combine that is not received yet; `ids`, `tokens`
         and `live_rows` as given to its dispatch, `weights` fp32 [tokens, top_k].
         """
-        if tokens > self.layout.packet_tokens:
+        if tokens > self.layout.result_packet_tokens:
             self._sum_rows((ids, weights, live_rows, out), tokens, accumulate)
         else:
             self._combine(None, None, (ids, weights, live_rows, out), tokens, accumulate)
@@ -173,17 +177,12 @@ class ExpertExchange:
         self, given: tuple[Tensor | None, ...], tokens: int, out: ReceivedRows | None, send: bool, receive: bool
     ) -> None:
         most = PARTS.select(tokens * 100 // self._sms)
-        tiling = PacketTiling(self.layout.data_packets, most)
-        written: tuple[Tensor | None, ...] = (None,) * 8
-        if out is not None:
-            written = (
-                out.x, out.scales, out.counts, out.offsets, out.sources, out.tokens, out.slots, out.runs,
-            )  # fmt: skip
+        tiling = record_tiling(self.layout, most)
         state = self._state.data_ptr()
         x, scales, ids, live_rows = given
         launch.run(
-            self._dispatch_kernel(most, send, receive), self._state, x, scales, ids, live_rows, state + 32, *written,
-            self._peers, self._own, state, state + 8, *self._wait, tokens,
+            _load(self._kernels.dispatch(most, send, receive)), self._state, x, scales, ids, live_rows, state + 32,
+            *_written(out), self._peers, self._own, state, state + 8, *self._wait, tokens,
             self._blocks(tokens * tiling.splits, receive),
         )  # fmt: skip
 
@@ -194,72 +193,74 @@ class ExpertExchange:
         most = PARTS.select(tokens * 100 // self._sms)
         tiling = PacketTiling(self.layout.result_packets, most)
         ids, weights, live_rows, out = wanted or (None,) * 4
-        stride, tables = 0, (None,) * 4
         if out is not None:
-            checks.dtype("out", out, torch.bfloat16, torch.float16, torch.float32)
-            checks.dense("out", out)
-        if expert_out is not None and received is not None:
-            checks.rows("expert_out", expert_out)
-            stride = expert_out.stride(0) * expert_out.element_size()
-            tables = (received.sources, received.tokens, received.slots, received.runs)  # type: ignore[assignment]
+            _check_out(out)
         out_dtype = self.result_dtype if out is None else out.dtype
-        kernel = self._combine_kernel(most, received is not None, wanted is not None, out_dtype, accumulate)
+        kernel = self._kernels.combine(most, received is not None, wanted is not None, out_dtype, accumulate)
         state = self._state.data_ptr()
         launch.run(
-            kernel, self._state, expert_out, stride, *tables, ids, weights, live_rows, out, self._peers, self._own,
-            state + 16, state + 24, *self._wait, tokens, self._blocks(tokens * tiling.splits, received is not None),
+            _load(kernel), self._state, *_results(expert_out, received), ids, weights, live_rows, out, self._peers,
+            self._own, state + 16, state + 24, *self._wait, tokens,
+            self._blocks(tokens * tiling.splits, received is not None),
         )  # fmt: skip
 
-    def _push_rows(self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None) -> None:
-        state = self._state.data_ptr()
-        order = self._order(ids, tokens, live_rows, *self._wait)
+    def _push_rows(
+        self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None,
+        out: ReceivedRows | None = None,
+    ) -> None:  # fmt: skip
+        """With `out`, what all ranks send is taken by the same launch."""
+        self._launch_push((x, scales, ids, live_rows, *self._order(ids, tokens, live_rows, *self._wait)), tokens, out)
+
+    def _launch_push(self, given: tuple[Tensor | None, ...], tokens: int, out: ReceivedRows | None) -> None:
+        chunks, receive, state = -(-tokens // self.layout.chunk), out is not None, self._state.data_ptr()
+        pushers = min(self.pushers[0] if receive else self._sms, chunks)
+        blocks = pushers + max(1, self._sms - pushers) * receive
         launch.run(
-            self._push_kernel(), self._state, x, scales, ids, live_rows, *order, state + 32, self._peers, state,
-            self.rank, tokens, -(-tokens // CHUNK),
+            _load(self._kernels.push(receive)), self._state, *given, state + 32, *_written(out), self._peers, self._own,
+            state, state + 8, *self._wait, tokens, pushers, blocks,
         )  # fmt: skip
 
-    def _sum_rows(self, wanted: tuple[Tensor | None, ...], tokens: int, accumulate: bool) -> None:
-        from rose_dist.kernels.cute.exchange_rows import SUM_BLOCKS  # noqa: PLC0415 - it loads the compiler
-
+    def _sum_rows(
+        self, wanted: tuple[Tensor, Tensor, Tensor | None, Tensor], tokens: int, accumulate: bool,
+        expert_out: Tensor | None = None, received: ReceivedRows | None = None,
+    ) -> None:  # fmt: skip
+        """With `expert_out`, this rank's results are sent by the same launch."""
         ids, weights, live_rows, out = wanted
-        assert out is not None
-        checks.dtype("out", out, torch.bfloat16, torch.float16, torch.float32)
-        checks.dense("out", out)
+        _check_out(out)
+        layout, state, send = self.layout, self._state.data_ptr(), expert_out is not None
+        by_token = tokens <= layout.packet_tokens
+        pushers = self.pushers[1] if send else 0
+        summers = max(1, min(self._sms - pushers, tokens if by_token else -(-tokens // layout.chunk)))
         launch.run(
-            self._sum_kernel(out.dtype, accumulate), self._state, ids, weights, live_rows, out, self._own,
-            self._state.data_ptr() + 24, *self._wait, tokens, -(-tokens // CHUNK) * SUM_BLOCKS,
+            _load(self._kernels.sum(out.dtype, accumulate, by_token, send)), self._state,
+            *_results(expert_out, received), ids, weights, live_rows, out, self._peers, self._own, state + 16,
+            state + 24, *self._wait, tokens, pushers, pushers + summers,
         )  # fmt: skip
 
     def _blocks(self, items: int, others: bool) -> int:
         """Blocks for this rank's `items`; with `others`, for what other ranks sent too: only the GPU knows how much."""
         return self._sms if others else max(1, min(self._sms, items))
 
-    def _dispatch_kernel(self, most: int, send: bool, receive: bool) -> jit.Launcher:
-        from rose_dist.kernels.cute.exchange_dispatch import ExchangeDispatch  # noqa: PLC0415 - it loads the compiler
 
-        width = launch.widest(self._arch, self.layout.row_bytes)
-        return _load(ExchangeDispatch(self._arch, self.layout, self.packed, width, most, send, receive))
+def _written(out: ReceivedRows | None) -> tuple[Tensor | None, ...]:
+    """What a receiving kernel writes, as its arguments."""
+    if out is None:
+        return (None,) * 8
+    return out.x, out.scales, out.counts, out.offsets, out.sources, out.tokens, out.slots, out.runs
 
-    def _combine_kernel(
-        self, most: int, send: bool, receive: bool, out_dtype: torch.dtype, accumulate: bool
-    ) -> jit.Launcher:
-        from rose_dist.kernels.cute.exchange_combine import ExchangeCombine  # noqa: PLC0415 - it loads the compiler
 
-        return _load(
-            ExchangeCombine(
-                self._arch, self.layout, self.result_dtype, out_dtype, accumulate and receive, most, send, receive
-            )
-        )
+def _results(expert_out: Tensor | None, received: ReceivedRows | None) -> tuple[Tensor | int | None, ...]:
+    """What a sending kernel of a combine reads, as its arguments."""
+    if expert_out is None or received is None:
+        return None, 0, None, None, None, None
+    checks.rows("expert_out", expert_out)
+    stride = expert_out.stride(0) * expert_out.element_size()
+    return expert_out, stride, received.sources, received.tokens, received.slots, received.runs
 
-    def _push_kernel(self) -> jit.Launcher:
-        from rose_dist.kernels.cute.exchange_rows import PushRows  # noqa: PLC0415 - it loads the compiler
 
-        return _load(PushRows(self._arch, self.layout))
-
-    def _sum_kernel(self, out_dtype: torch.dtype, accumulate: bool) -> jit.Launcher:
-        from rose_dist.kernels.cute.exchange_rows import SumChunks  # noqa: PLC0415 - it loads the compiler
-
-        return _load(SumChunks(self._arch, self.layout, self.result_dtype, out_dtype, accumulate))
+def _check_out(out: Tensor) -> None:
+    checks.dtype("out", out, torch.bfloat16, torch.float16, torch.float32)
+    checks.dense("out", out)
 
 
 def _check_inputs(x: Tensor, scales: Tensor | None, ids: Tensor) -> None:

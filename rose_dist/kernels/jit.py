@@ -85,6 +85,13 @@ def load(kernel: Kernel) -> Launcher:
         return _loaded[kernel]
 
 
+def build(kernel: Kernel) -> None:
+    """Compile to disk unless it is there; needs no GPU, so that many processes can do it before one loads them all."""
+    path = cache_path(kernel)
+    if kernel.tvm_ffi and not path.exists():
+        _write(path, _compile(kernel))
+
+
 def compile_binary(kernel: Kernel) -> Binary:
     """Compile afresh and return PTX and cubin; needs no GPU and touches no cache."""
     with tempfile.TemporaryDirectory(prefix="rose-kernel-") as folder:

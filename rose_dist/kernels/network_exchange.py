@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rose_dist.kernels import jit, launch
-from rose_dist.kernels.exchange_layout import CHUNK, ExchangeLayout
+from rose_dist.kernels.exchange_layout import ExchangeLayout
 from rose_dist.kernels.expert_exchange import ExpertExchange, ReceivedRows
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.moe_dispatch import LIMIT_NS
@@ -59,7 +59,7 @@ class NetworkExchange(ExpertExchange):
         self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None
     ) -> None:
         if tokens > self.layout.packet_tokens:
-            self._push_rows(x, scales, ids, tokens, live_rows)
+            self._send_rows(x, scales, ids, tokens, live_rows)
             return
         blocks = self._message_blocks(max(1, -(-tokens // RECORDS)))
         self._run(
@@ -106,14 +106,13 @@ class NetworkExchange(ExpertExchange):
         )  # fmt: skip
         super().combine_receive(ids, weights, out, tokens=tokens, live_rows=live_rows, accumulate=accumulate)
 
-    def _push_rows(self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None) -> None:
-        order = self._order(ids, tokens, live_rows, *self._wait)
-        given, state, chunks = (x, scales, ids, live_rows, *order), self._state.data_ptr(), -(-tokens // CHUNK)
+    def _send_rows(self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None) -> None:
+        order, chunks = self._order(ids, tokens, live_rows, *self._wait), -(-tokens // self.layout.chunk)
         launch.run(
-            self._row_kernel(), self._far, *given, self._outboxes, *self._across, self._own, state, self.rank, tokens,
-            chunks,
+            self._row_kernel(), self._far, x, scales, ids, live_rows, *order, self._outboxes, *self._across, self._own,
+            self._state.data_ptr(), self.rank, tokens, min(self._sms, chunks),
         )  # fmt: skip
-        launch.run(self._push_kernel(), self._far, *given, state + 32, self._peers, state, self.rank, tokens, chunks)
+        self._launch_push((x, scales, ids, live_rows, *order), tokens, None)
 
     def _row_kernel(self) -> jit.Launcher:
         from rose_dist.kernels.cute.network_rows import SendRows  # noqa: PLC0415 - it loads the compiler

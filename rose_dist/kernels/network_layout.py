@@ -26,7 +26,7 @@ Areas:
 - `record_signals`: u64 [copies, sender, record_messages]: written by the senders' network, once the message is there;
   read by thread 0 of the blocks that land it (acquire, system scope). It publishes the message.
 - `result_outbox`, `result_inbox`, `result_signals`: alike, with `result_copies`, for results.
-- `row_outbox`: bytes [copies, receiver, max_tokens, exchange.record_bytes], written by this rank, read by its network.
+- `row_outbox`: bytes [copies, receiver, max_records, exchange.record_bytes], written by this rank, read by its network.
 - `nothing`: 16 bytes, sent with the signal of a chunk without records, and received.
 
 Copies: as in `exchange_layout`, whose argument holds here too: whoever sends exchange e knows that its messages of e −
@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rose_dist.kernels import checks
 from rose_dist.kernels.exchange_layout import CHUNK, HEADER_WORDS, ExchangeLayout
 from rose_dist.kernels.memory_areas import MemoryAreas, round_up
 
@@ -49,6 +50,11 @@ class NetworkLayout(MemoryAreas):
     """Offsets and sizes are in bytes. All ranks must have equal ones."""
 
     exchange: ExchangeLayout
+    """Chunks of `RECORDS`, and no `RETURNS`: results that cross nodes land as their records came."""
+
+    def __post_init__(self) -> None:
+        if self.exchange.chunk != RECORDS or self.exchange.has_returns:
+            raise checks.fail("exchange", f"must have chunks of {RECORDS} and all results of packets as packets")
 
     @property
     def header_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -15,7 +16,7 @@ from rose_dist.kernels.cute.combine_norm import CombineNorm
 from rose_dist.kernels.cute.embedding import Embed
 from rose_dist.kernels.cute.exchange_combine import ExchangeCombine
 from rose_dist.kernels.cute.exchange_dispatch import ExchangeDispatch
-from rose_dist.kernels.cute.exchange_rows import AssignRecords, PushRows, SumChunks
+from rose_dist.kernels.cute.exchange_rows import CombineRows, DispatchRows
 from rose_dist.kernels.cute.expert_map import MapExperts
 from rose_dist.kernels.cute.linear_add import LinearAdd
 from rose_dist.kernels.cute.linear_rotary import LinearRotary
@@ -36,7 +37,7 @@ from rose_dist.kernels.cute.route_rows import RouteRows
 from rose_dist.kernels.cute.routing import Route
 from rose_dist.kernels.cute.small_linear import COLUMNS, SmallLinear
 from rose_dist.kernels.cute.swiglu import activation_kernel
-from rose_dist.kernels.exchange_layout import ExchangeLayout
+from rose_dist.kernels.exchange_layout import FUSED_FORMATS, NVLINK_CHUNK, ExchangeLayout
 from rose_dist.kernels.exchange_tiling import PARTS
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.formats import FORMATS, FP8, MXFP8, BlockFormat, BlockOutput, Scale, ScaleLayout
@@ -92,7 +93,15 @@ GPT_OSS_EXCHANGE = ExchangeLayout(
     ranks=2, experts=128, top_k=4, max_tokens=128, row_bytes=5760, scale_bytes=0, result_bytes=5760
 )
 DEEPSEEK_EXCHANGE = ExchangeLayout(
-    ranks=8, experts=256, top_k=8, max_tokens=4096, row_bytes=7168, scale_bytes=224, result_bytes=14336, in_flight=2
+    ranks=8,
+    experts=256,
+    top_k=8,
+    max_tokens=4096,
+    row_bytes=7168,
+    scale_bytes=224,
+    result_bytes=14336,
+    in_flight=2,
+    chunk=NVLINK_CHUNK,
 )
 """Rows in bf16, decode alone; and in FP8 with results in bf16, also prefill."""
 
@@ -277,12 +286,19 @@ def _exchanges(arch: Arch) -> Iterator[Kernel]:
     for layout, packed, most, half in cases:
         yield ExchangeDispatch(arch, layout, packed, launch.widest(arch, layout.row_bytes), most, *half)
         yield ExchangeCombine(arch, layout, bf16, bf16, False, most, *half)
+    for fmt in FUSED_FORMATS:
+        scale_bytes = fmt.blocks(DEEPSEEK_EXCHANGE.row_bytes) * fmt.scale.bytes
+        layout = replace(DEEPSEEK_EXCHANGE, max_tokens=128, quantized=fmt, scale_bytes=scale_bytes)
+        for most in (few, many):
+            width = launch.widest(arch, layout.row_bytes)
+            yield ExchangeDispatch(arch, layout, PackedLayout(128), width, most, *whole)
     layout = DEEPSEEK_EXCHANGE
     yield AssignSlots(arch, layout.experts, layout.top_k, PackedLayout(), warps=8)
-    yield AssignRecords(arch, layout.ranks, layout.top_k, PackedLayout(), 8, layout)
-    yield PushRows(arch, layout)
-    for accumulate in (False, True):
-        yield SumChunks(arch, layout, bf16, bf16, accumulate)
+    for receive in (False, True):
+        yield DispatchRows(arch, layout, PackedLayout(), launch.widest(arch, layout.row_bytes), receive)
+    for by_token, send in ((True, True), (False, True), (False, False)):
+        yield CombineRows(arch, layout, bf16, bf16, False, by_token, send)
+    yield CombineRows(arch, layout, bf16, bf16, True, False, True)
 
 
 def _across_nodes(arch: Arch) -> Iterator[Kernel]:
@@ -291,7 +307,7 @@ def _across_nodes(arch: Arch) -> Iterator[Kernel]:
         layout = NetworkLayout(
             ExchangeLayout(
                 ranks=16, experts=experts, top_k=k, max_tokens=4096, row_bytes=hidden * dtype.itemsize,
-                scale_bytes=4 * scales, result_bytes=hidden * 2,
+                scale_bytes=4 * scales, result_bytes=hidden * 2, most_result_packet_bytes=1 << 62,
             )
         )  # fmt: skip
         yield LandRecords(arch, layout)

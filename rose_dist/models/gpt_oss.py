@@ -218,7 +218,8 @@ def _exchange(config: GptOssConfig, options: BuildOptions, tp: TensorGroup) -> A
     gpu = GpuOptions(device=options.device, rank=groups.place.rank)
     memory = None
     if groups.layout.moe_mode == "data_parallel":
-        size = region_bytes(sizes, groups.ep.size, network=not groups.topology.one_domain)
+        tp_size, network = groups.layout.tp, not groups.topology.one_domain
+        size = region_bytes(sizes, groups.ep.size, tp=tp_size, network=network)
         memory = SymmetricMemory(groups.ep, options.device, size, groups.topology.far)
     return create_all_to_all(sizes, groups, gpu, tp.reduce if isinstance(tp, GpuGroup) else None, memory)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from rose_dist.comm.all_to_all.protocol import AllToAllConfig, Dispatched, Routing
 from rose_dist.comm.layout import Layout
+from rose_dist.kernels.formats import BlockFormat
+from rose_dist.kernels.quantize import reference
 
 RoutingKind = Literal["uniform", "one_expert", "last_expert", "same", "skips", "all_skipped", "duplicates"]
 
@@ -26,6 +28,8 @@ class Case:
     out_dtype: torch.dtype | None = None
     scale_dim: int = 0
     scale_dtype: torch.dtype = torch.float32
+    quantized: BlockFormat | None = None
+    """By dispatch, of bf16 rows; then `dtype` and the scales' fields say nothing."""
     accumulate: bool = False
     rows: tuple[int, ...] | None = None
     """Live rows, by replica."""
@@ -33,7 +37,7 @@ class Case:
 
     @property
     def config(self) -> AllToAllConfig:
-        return AllToAllConfig(
+        config = AllToAllConfig(
             num_experts=self.experts,
             top_k=self.top_k,
             hidden=self.hidden,
@@ -43,15 +47,20 @@ class Case:
             scale_dim=self.scale_dim,
             scale_dtype=self.scale_dtype,
         )
+        return config if self.quantized is None else replace(config, dtype=torch.bfloat16).in_format(self.quantized)
 
 
 @dataclass(frozen=True)
 class Batch:
     """One replica's tokens."""
 
+    given: torch.Tensor
+    """What dispatch is given, with `given_scales`."""
+    given_scales: torch.Tensor | None
     x: torch.Tensor
-    routing: Routing
+    """What travels, with `scales`."""
     scales: torch.Tensor | None
+    routing: Routing
     before: torch.Tensor
     """What stands in `out` before combine."""
     live: int
@@ -62,14 +71,18 @@ class Batch:
         tokens = case.tokens[replica % len(case.tokens)]
         ids = make_ids(case, tokens, generator)
         live = tokens if case.rows is None else case.rows[replica % len(case.rows)]
-        scales = torch.randn(tokens, case.scale_dim, generator=generator).mul(50).to(case.scale_dtype)
+        scales: torch.Tensor | None = (
+            torch.randn(tokens, case.scale_dim, generator=generator).mul(50).to(case.scale_dtype)
+        )
+        given = torch.randn(tokens, case.hidden, generator=generator).to(case.config.given_dtype)
+        given_scales = scales if case.scale_dim else None
+        x, scales = (given, given_scales) if case.quantized is None else reference(given, case.quantized)
         return cls(
-            x=torch.randn(tokens, case.hidden, generator=generator).to(case.dtype),
+            given, given_scales, x, scales,
             routing=Routing(ids, torch.rand(tokens, case.top_k, generator=generator)),
-            scales=scales if case.scale_dim else None,
             before=torch.randn(tokens, case.hidden, generator=generator).to(case.config.expert_dtype),
             live=live,
-        )
+        )  # fmt: skip
 
 
 def make_ids(case: Case, tokens: int, generator: torch.Generator) -> torch.Tensor:

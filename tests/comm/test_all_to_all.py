@@ -15,6 +15,8 @@ from rose_dist.comm.all_to_all.create import create
 from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig, Dispatched, Routing
 from rose_dist.comm.layout import Layout
 from rose_dist.comm.world import Groups, World
+from rose_dist.kernels.formats import FP8 as BLOCKS_FP8
+from rose_dist.kernels.formats import MXFP8
 from tests.comm.oracle import Batch, Case, expected_out, expected_rows, run_experts
 from tests.ranks import run_ranks
 
@@ -63,13 +65,15 @@ CASES = {
     "fp32 with accumulate and a bound": Case(accumulate=True, tokens=(6,), rows=(4, 6)),
     "fp8 with scales to bf16": Case(dtype=FP8, out_dtype=BF16, scale_dim=3, hidden=2880),
     "fp8 with one-byte scales": Case(dtype=FP8, out_dtype=BF16, scale_dim=1, scale_dtype=torch.uint8, hidden=48),
+    "quantised to fp8, 2880": Case(quantized=BLOCKS_FP8, hidden=2880),
+    "quantised to mxfp8, with a bound": Case(quantized=MXFP8, hidden=208, tokens=(6,), rows=(4, 6)),
     **{f"R-TOPK {k}": Case(top_k=k, experts=37, tokens=(6, 9)) for k in (1, 2, 3, 6, 8, 9, 10, 16, 22, 32)},
 }
 
 
 def dispatch(moe: AllToAll, case: Case, batch: Batch) -> Dispatched:
     rows = None if case.rows is None else torch.tensor([batch.live], dtype=torch.int32)
-    return moe.dispatch(batch.x, batch.routing, scales=batch.scales, rows=rows)
+    return moe.dispatch(batch.given, batch.routing, scales=batch.given_scales, rows=rows)
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ class Expected:
         x, scales = [], []
         for pairs in expected_rows(case, layout, place.rank):
             x.append(torch.stack([batches[replica].x[token] for replica, token in pairs]) if pairs else torch.empty(0))
-            if case.scale_dim:
+            if case.config.scale_dim:
                 rows = [batches[replica].scales[token] for replica, token in pairs]  # type: ignore[index]
                 scales.append(torch.stack(rows) if rows else torch.empty(0))
         return cls(x, scales, expected_out(case, batches[place.dp_rank], layout))

@@ -30,7 +30,7 @@ def once(gpu: Any, moe: Local, case: Case) -> None:  # noqa: F811
     batch = Batch.of(case, 0)
     routing = Routing(gpu.tensor(batch.routing.ids), gpu.tensor(batch.routing.weights))
     rows = None if case.rows is None else gpu.tensor(torch.tensor([batch.live], dtype=torch.int32))
-    dispatched = moe.dispatch(gpu.tensor(batch.x), routing, scales=moved(gpu, batch.scales), rows=rows)
+    dispatched = moe.dispatch(gpu.tensor(batch.given), routing, scales=moved(gpu, batch.given_scales), rows=rows)
     plain = replace(
         dispatched, x=gpu.plain(dispatched.x), counts=gpu.plain(dispatched.counts),
         offsets=gpu.plain(dispatched.offsets),

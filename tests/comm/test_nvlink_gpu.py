@@ -19,6 +19,7 @@ from rose_dist.comm.symmetric_memory import Region
 from rose_dist.kernels.arch import ARCHS
 from rose_dist.kernels.errors import KernelArgumentError
 from rose_dist.kernels.expert_slots import PackedLayout
+from rose_dist.kernels.formats import FP8 as BLOCKS_FP8
 from tests.comm.emulated import SMS, Cluster
 from tests.comm.oracle import Batch, Case, expected_out, expected_rows, run_experts
 from tests.comm.test_all_to_all import BF16, CASES, FP8, same_bits
@@ -84,8 +85,8 @@ class Exchange:
         batch, tensor = self.batches[rank], self.job.cluster.tensor
         routing = Routing(tensor(batch.routing.ids), tensor(batch.routing.weights))
         rows = None if self.case.rows is None else tensor(torch.tensor([batch.live], dtype=torch.int32))
-        scales = None if batch.scales is None else tensor(batch.scales)
-        return (tensor(batch.x), routing), {"scales": scales, "rows": rows}
+        scales = None if batch.given_scales is None else tensor(batch.given_scales)
+        return (tensor(batch.given), routing), {"scales": scales, "rows": rows}
 
     def dispatch(self, half: str = "dispatch") -> None:
         def call(rank: int) -> Any:
@@ -158,6 +159,9 @@ SMALL |= {
     "all alike": Case(tokens=(9, 7), routing="same"),
     "many experts": Case(tokens=(2, 1), experts=1030, top_k=2),
     "a row of several parts": Case(tokens=(2, 1), hidden=6400, top_k=2, dtype=BF16),
+    "quantised to fp8": Case(tokens=(3, 2), hidden=2880, top_k=2, quantized=BLOCKS_FP8),
+    "quantised to mxfp8": CASES["quantised to mxfp8, with a bound"],
+    "quantised, a row of several parts": Case(tokens=(2, 1), hidden=5 * 1424, top_k=2, quantized=BLOCKS_FP8),
     "fp8 with scales, 2880": Case(tokens=(2, 1), hidden=2880, top_k=2, dtype=FP8, out_dtype=BF16, scale_dim=23),
 }
 
@@ -173,10 +177,13 @@ def test_packed_layouts(packed: PackedLayout, monkeypatch: pytest.MonkeyPatch) -
     once(Job(case, 2, monkeypatch, packed=packed, arch="sm_100a"), case, 0, packed)
 
 
+@pytest.mark.parametrize("returns", [False, True], ids=["", "returns"])
 @pytest.mark.parametrize("tokens", [3, 5], ids=["packets", "plain rows"])
 @pytest.mark.usefixtures("few_packets")
-def test_a_full_expert_gives_zeros(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_expert_gives_zeros(tokens: int, returns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of pairs beyond an expert's last row, nobody waits for a result."""
+    if returns:
+        monkeypatch.setattr(nvlink, "RESULT_PACKET_BYTES", 1)
     case = Case(tokens=(tokens,), experts=2, top_k=1, routing="one_expert")
     exchange = Exchange(job := Job(case, 2, monkeypatch, packed=PackedLayout(4, 4)), case)
     exchange.dispatch()
@@ -205,6 +212,7 @@ ROWS = {
     "duplicates": Case(tokens=(5, 4), routing="duplicates"),
     "odd experts": Case(tokens=(18, 5), experts=5, dtype=BF16, accumulate=True),
     "fp8 with scales to bf16": Case(tokens=(5, 3), dtype=FP8, out_dtype=BF16, scale_dim=3, hidden=2096),
+    "quantised by a launch": Case(tokens=(5, 2), quantized=BLOCKS_FP8, hidden=272),
     "one-byte scales": Case(tokens=(5, 4), dtype=FP8, out_dtype=BF16, scale_dim=5, scale_dtype=torch.uint8, hidden=48),
     "top 17": Case(tokens=(5, 4), top_k=17, experts=37),
 }
@@ -216,6 +224,18 @@ def test_plain_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(ROWS[name], 2, monkeypatch, max_tokens=MOST)
     once(job, ROWS[name], 0)
     assert [moe.rows_sent for moe in job.moes] == [sent(job, ROWS[name], rank) for rank in range(2)]
+
+
+RETURNS = (
+    "T-ZERO-RANK: none on the first", "T-ZERO-BOUND", "R-NEG1: some skipped", "R-DUP", "R-NONDIV: 5 experts",
+    "R-NONDIV: fewer experts than ranks", "bf16 with accumulate", "quantised to fp8", "top 32",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RETURNS)
+def test_packets_whose_results_return_as_plain_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvlink, "RESULT_PACKET_BYTES", 1)
+    once(Job(SMALL[name], 2, monkeypatch, max_tokens=MOST), SMALL[name], 0)
 
 
 def sent(job: Job, case: Case, rank: int) -> int:

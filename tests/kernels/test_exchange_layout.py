@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rose_dist.comm.layout import even_split
 from rose_dist.kernels.errors import KernelArgumentError
 from rose_dist.kernels.exchange_layout import ExchangeLayout
+from rose_dist.kernels.formats import FP8, NVFP4
 
 GPT_OSS = ExchangeLayout(ranks=8, experts=128, top_k=4, max_tokens=64, row_bytes=5760, scale_bytes=0, result_bytes=5760)
 DEEPSEEK = ExchangeLayout(
@@ -24,6 +25,7 @@ layouts = st.builds(
     ranks=st.integers(2, 32), experts=st.integers(1, 2048), top_k=st.integers(1, 32), max_tokens=st.integers(1, 20_000),
     row_bytes=st.integers(1, 2048).map(lambda n: 16 * n), scale_bytes=st.integers(0, 512),
     result_bytes=st.integers(1, 4096).map(lambda n: 16 * n), in_flight=st.integers(1, 5),
+    chunk=st.integers(1, 16), most_result_packet_bytes=st.integers(0, 1 << 26),
 )  # fmt: skip
 
 
@@ -59,6 +61,16 @@ def test_what_travels_fits(layout: ExchangeLayout) -> None:
     assert layout.packet_tokens <= layout.max_tokens
     assert layout.packet_tokens * layout.top_k <= 2048
     assert layout.has_rows == (layout.max_tokens > layout.packet_tokens)
+    assert layout.max_tokens <= layout.max_records < layout.max_tokens + layout.chunk
+    assert 0 <= layout.result_packet_tokens <= layout.packet_tokens
+    assert layout.has_result_rows == (layout.has_rows or layout.has_returns)
+
+
+@pytest.mark.parametrize(("hidden", "units"), [(7168, 56), (2880, 23), (16, 1)])
+def test_quantised_rows_travel_in_units(hidden: int, units: int) -> None:
+    """33 words of codes and scales in 11 packets, without a gap."""
+    layout = replace(DEEPSEEK, row_bytes=hidden, scale_bytes=4 * units, quantized=FP8)
+    assert (layout.units, layout.data_packets) == (units, 11 * units)
 
 
 def test_copies_for_dispatches_in_flight() -> None:
@@ -74,7 +86,7 @@ def test_bytes_of_models() -> None:
     assert GPT_OSS.region_bytes == 2 * 8 * 7 * 16 + 2 * 8 * 64 * 482 * 16 + 64 * 4 * 480 * 16
     assert (DEEPSEEK.meta_packets, DEEPSEEK.data_packets, DEEPSEEK.meta_offset) == (3, 616, 7392)
     assert DEEPSEEK.record_bytes == 7552
-    assert DEEPSEEK.packet_tokens == 256
+    assert (DEEPSEEK.packet_tokens, DEEPSEEK.result_packet_tokens, GPT_OSS.result_packet_tokens) == (256, 36, 64)
     assert DEEPSEEK.start("result_flags") > 1 << 28
 
 
@@ -88,7 +100,9 @@ def test_offsets_beyond_32_bits() -> None:
     [
         ({"ranks": 33}, "ranks: is 33"), ({"experts": 2049}, "experts: is 2049"), ({"top_k": 33}, "top_k: is 33"),
         ({"row_bytes": 24}, "row_bytes: is 24"), ({"result_bytes": 8}, "result_bytes: is 8"),
-        ({"max_tokens": 1 << 19}, "max_tokens"), ({"in_flight": 0}, "in_flight"),
+        ({"max_tokens": 1 << 19}, "max_tokens"), ({"in_flight": 0}, "in_flight"), ({"chunk": 17}, "chunk: is 17"),
+        ({"quantized": NVFP4}, "quantized: is nvfp4; allowed: fp8, mxfp8"),
+        ({"quantized": FP8, "scale_bytes": 56}, "scale_bytes: is 56; fp8 rows have 224"),
     ],
 )  # fmt: skip
 def test_refusals(change: dict[str, Any], message: str) -> None:

@@ -12,7 +12,7 @@ from rose_dist.kernels import binary, jit, registry
 from rose_dist.kernels.arch import ARCHS, HOPPER, Arch
 from rose_dist.kernels.cute.exchange_combine import ExchangeCombine
 from rose_dist.kernels.cute.exchange_dispatch import ExchangeDispatch
-from rose_dist.kernels.cute.exchange_rows import PushRows, SumChunks
+from rose_dist.kernels.cute.exchange_rows import CombineRows, DispatchRows
 from rose_dist.kernels.exchange_layout import ExchangeLayout
 from rose_dist.kernels.exchange_tiling import PARTS
 from rose_dist.kernels.expert_slots import PackedLayout
@@ -32,7 +32,7 @@ def arch(request: pytest.FixtureRequest) -> Arch:
 @pytest.fixture(scope="module")
 def binaries(arch: Arch) -> list[Binary]:
     """Both halves in one launch, and the kernels of plain rows."""
-    few, kinds = PARTS.variants[0], (ExchangeDispatch, ExchangeCombine, PushRows, SumChunks)
+    few, kinds = PARTS.variants[0], (ExchangeDispatch, ExchangeCombine, DispatchRows, CombineRows)
     return [
         jit.compile_binary(kernel)
         for kernel in registry._exchanges(arch)
@@ -57,14 +57,23 @@ def test_packets_alone_need_no_flag_and_no_fence(binaries: list[Binary]) -> None
             assert compiled.ptx.count("st.release") == waits, "reports only"
 
 
+def waits(compiled: Binary) -> int:
+    """Which all have a report, with a release of its own."""
+    return len(re.findall(r"atom\.\S*\.cas", compiled.ptx))
+
+
 def test_plain_rows_are_released_and_acquired_at_system_scope(binaries: list[Binary]) -> None:
-    (push,) = of(binaries, PushRows, rows=True)
-    assert push.ptx.count(FLAG_STORE) == 1
-    assert "ld.acquire" not in push.ptx
-    (combine,) = of(binaries, ExchangeCombine, rows=True)
-    waits = len(re.findall(r"atom\.\S*\.cas", combine.ptx))
-    assert combine.ptx.count(FLAG_STORE) == waits + 1, "reports, and the results' flag"
-    for compiled in of(binaries, SumChunks, rows=True) + of(binaries, ExchangeDispatch, rows=True):
+    for push in of(binaries, DispatchRows, rows=True):
+        assert push.ptx.count(FLAG_STORE) == waits(push) + 1, "reports, and the chunk's flag"
+        receives = push.kernel.receive  # type: ignore[attr-defined]
+        assert push.ptx.count(FLAG_LOAD) == 2 * receives, "the first look, and the loop's"
+    for combine in of(binaries, ExchangeCombine, rows=True):
+        assert combine.ptx.count(FLAG_STORE) == waits(combine) + 2, "and the flags of chunks' and tokens' results"
+    for total in of(binaries, CombineRows, rows=True):
+        sends = total.kernel.send  # type: ignore[attr-defined]
+        assert total.ptx.count(FLAG_STORE) == waits(total) + 2 * sends
+        assert total.ptx.count(FLAG_LOAD) == 2
+    for compiled in of(binaries, ExchangeDispatch, rows=True):
         assert compiled.ptx.count(FLAG_LOAD) == 2, "the first look, and the loop's"
     for compiled in binaries:
         assert "fence" not in compiled.ptx, compiled.kernel.label
@@ -74,9 +83,9 @@ def test_plain_rows_are_released_and_acquired_at_system_scope(binaries: list[Bin
 
 def test_peers_see_whole_vectors(binaries: list[Binary]) -> None:
     """What another GPU reads is stored 16 bytes at a time, or is one word of meta, run or scales."""
-    (push,) = of(binaries, PushRows, rows=True)
-    assert push.ptx.count(PACKET_STORE) >= 5, "the header, and four of a row in flight"
-    assert "ld.global.L1::no_allocate.v4.b32" in push.ptx
+    for push in of(binaries, DispatchRows, rows=True):
+        assert push.ptx.count(PACKET_STORE) >= 5, "the header, and four of a row in flight"
+        assert "ld.global.L1::no_allocate.v4.b32" in push.ptx
 
 
 def test_packed_rows_are_stored_as_wide_as_they_go(arch: Arch, binaries: list[Binary]) -> None:

@@ -26,6 +26,7 @@ _TURN_NS = 100
 _FUEL = (1, 2, 4, 16, 64)
 _COPY_PER_TURN = 0.3
 _MAX_TURNS = 1_000_000
+_LONGEST_STALL = 400
 
 
 @dataclass(frozen=True)
@@ -113,12 +114,13 @@ class Machine:
         vector_atomic: bool = True,
         gang_warps: int | None = None,
         resident: int | None = None,
+        stalls: float = 0.0,
     ) -> Report:
         """Runs launches to their end: those of one GPU one after the other, in order; those of different GPUs at once.
 
         `races` is "error", "count" or "off"; `gang_warps` fixes how many warps run in lockstep (else random);
-        `resident` bounds the CTAs that a GPU holds at once. An error carries the seed; the same seed gives the same
-        schedule.
+        `resident` bounds the CTAs that a GPU holds at once; `stalls` is how often, by turn, a random GPU stands still
+        for some hundred turns. An error carries the seed; the same seed gives the same schedule.
         """
         self.rng = random.Random(seed)
         self.now = 1_000_000
@@ -128,7 +130,7 @@ class Machine:
         known = set(map(id, self.addresses))
         try:
             with np.errstate(all="ignore"):
-                turns = _Scheduler(self, active, gang_warps, resident).run()
+                turns = _Scheduler(self, active, gang_warps, resident, stalls).run()
         except PtxError as error:
             error.args = (f"{error.args[0] if error.args else type(error).__name__}\n  replay with seed={seed}",)
             raise
@@ -198,10 +200,16 @@ class _Scheduler:
     """
 
     def __init__(
-        self, machine: Machine, launches: list[ActiveLaunch], gang_warps: int | None, resident: int | None
+        self,
+        machine: Machine,
+        launches: list[ActiveLaunch],
+        gang_warps: int | None,
+        resident: int | None,
+        stalls: float,
     ) -> None:
         self.machine, self.launches = machine, launches
-        self.gang_warps, self.resident = gang_warps, resident
+        self.gang_warps, self.resident, self.stalls = gang_warps, resident, stalls
+        self.stalled, self.stalled_until = -1, 0
         self.gangs: list[Gang] = []
         self.idle = 0
 
@@ -210,7 +218,7 @@ class _Scheduler:
         turns = 0
         self._admit()
         while self.gangs:
-            gang = rng.choice(self.gangs)
+            gang = self._choose(turns)
             moved = gang.run(rng.choice(_FUEL))
             turns += 1
             self._copy(often=not moved)
@@ -226,6 +234,15 @@ class _Scheduler:
         if not all(one.done for one in self.launches):
             raise Deadlock("launches wait for one another")
         return turns
+
+    def _choose(self, turn: int) -> Gang:
+        rng = self.machine.rng
+        if self.stalls and turn >= self.stalled_until and rng.random() < self.stalls:
+            self.stalled, self.stalled_until = rng.choice(self.gangs).cta.gpu, turn + rng.randrange(_LONGEST_STALL)
+        if turn < self.stalled_until:
+            others = [gang for gang in self.gangs if gang.cta.gpu != self.stalled]
+            return rng.choice(others or self.gangs)
+        return rng.choice(self.gangs)
 
     def _copy(self, *, often: bool) -> None:
         """Lets a random asynchronous copy happen now and then."""

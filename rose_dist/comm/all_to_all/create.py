@@ -10,7 +10,7 @@ from rose_dist.comm.all_to_all.mpi import Mpi
 from rose_dist.comm.all_to_all.nvlink import NvLink, exchange_layout
 from rose_dist.comm.all_to_all.peer_to_peer import PeerToPeer
 from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig
-from rose_dist.comm.all_to_all.split_tokens import SplitTokens
+from rose_dist.comm.all_to_all.split_tokens import SplitTokens, part_of
 from rose_dist.comm.all_to_all.tensor_parallel import TensorParallel
 from rose_dist.comm.symmetric_memory import SymmetricMemory
 from rose_dist.comm.world import Groups
@@ -26,7 +26,7 @@ def create(
     memory: SymmetricMemory | None = None,
 ) -> AllToAll:  # fmt: skip
     """The all-to-all for this rank. Collective over the rank's lockstep group. With `gpu` it takes tensors of that GPU;
-    experts spread over tensor-parallel ranks then need their group's `all_reduce`, experts spread over data-parallel
+    tensor-parallel ranks then need their group's `all_reduce`, experts spread over data-parallel
     ranks the symmetric `memory` of their expert-parallel group, made with `groups.topology.far` and with `region_bytes`
     left in it.
 
@@ -48,7 +48,7 @@ def _choose(
     layout, place = groups.layout, groups.place
     if layout.moe_mode == "data_parallel":
         if gpu is not None:
-            return _between_gpus(config, groups, gpu, memory)
+            return _between_gpus(config, groups, gpu, all_reduce, memory)
         if layout.tp > 1:
             return SplitTokens(config, groups.tp, lambda part: Mpi(part, groups.ep))
         return Mpi(config, groups.ep)
@@ -57,23 +57,29 @@ def _choose(
     return TensorParallel(config, groups.tp, place.expert_range(config.num_experts), gpu, all_reduce)
 
 
-def _between_gpus(config: AllToAllConfig, groups: Groups, gpu: GpuOptions, memory: SymmetricMemory | None) -> AllToAll:
-    if groups.layout.tp > 1:
-        raise ValueError(
-            f"GPUs with layout {groups.layout}: data-parallel experts need tp 1 on GPUs yet, because tensor-parallel "
-            "ranks gather their tokens' sums on the CPU; choose tp 1, or an ep that divides tp"
-        )
+def _between_gpus(
+    config: AllToAllConfig, groups: Groups, gpu: GpuOptions, all_reduce: AllReduce | None,
+    memory: SymmetricMemory | None,
+) -> AllToAll:  # fmt: skip
     if memory is None:
         raise ValueError("experts spread over data-parallel GPUs need the symmetric memory of their group")
-    sms = min(groups.ep.all_gather_objects(device_info(gpu.device.index).sms))
-    if groups.topology.one_domain:
-        return NvLink(config, groups.ep, gpu, memory.take, sms)
-    return PeerToPeer(config, groups.ep, groups.topology, gpu, memory.take, sms)
+    take, sms = memory.take, min(groups.ep.all_gather_objects(device_info(gpu.device.index).sms))
+
+    def between(part: AllToAllConfig) -> AllToAll:
+        if groups.topology.one_domain:
+            return NvLink(part, groups.ep, gpu, take, sms)
+        return PeerToPeer(part, groups.ep, groups.topology, gpu, take, sms)
+
+    if groups.layout.tp == 1:
+        return between(config)
+    if all_reduce is None:
+        raise ValueError("tensor-parallel GPUs need their group's all-reduce to gather their tokens' sums")
+    return SplitTokens(config, groups.tp, between, all_reduce)
 
 
-def region_bytes(config: AllToAllConfig, ranks: int, in_flight: int = 1, *, network: bool = False) -> int:
-    """What `create` takes of the symmetric memory for experts spread over so many data-parallel GPUs. network: some are
-    on other nodes.
+def region_bytes(config: AllToAllConfig, ranks: int, in_flight: int = 1, *, tp: int = 1, network: bool = False) -> int:
+    """What `create` takes of the symmetric memory for experts spread over so many GPUs, each `tp` of which have the
+    same tokens. network: some are on other nodes.
     """
-    layout = exchange_layout(config, ranks, in_flight)
+    layout = exchange_layout(part_of(config, tp), ranks, in_flight, network=network)
     return layout.region_bytes + (NetworkLayout(layout).region_bytes if network else 0)

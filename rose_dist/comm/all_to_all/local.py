@@ -14,6 +14,7 @@ from rose_dist.comm.all_to_all.packing import (
     check_out,
     check_shapes,
     starts,
+    travelling,
     weighted_sum,
     write_out,
 )
@@ -65,8 +66,11 @@ class Local(AllToAll):
     ) -> LocalHandle | GpuHandle:
         check_shapes(self.config, x, routing, scales)
         if x.is_cuda:
+            live_rows = rows if isinstance(rows, torch.Tensor) else None
+            x, scales = travelling(self.config, x, scales, live_rows)
             return self._on_gpu().send(self, x, routing, scales, rows)
         live = check_live(x.shape[0], rows)
+        x, scales = travelling(self.config, x, scales)
         handle = LocalHandle(self, routing, x.shape[0], live)
         handle.packing = Packing.of(routing, live, self.config.num_experts, self.local_experts)
         index = torch.from_numpy(handle.packing.tokens)

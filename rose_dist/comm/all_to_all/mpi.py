@@ -15,6 +15,7 @@ from rose_dist.comm.all_to_all.packing import (
     check_dispatch,
     check_out,
     starts,
+    travelling,
     weighted_sum,
     write_out,
 )
@@ -71,6 +72,7 @@ class Mpi(AllToAll):
         rows: torch.Tensor | int | None = None,
     ) -> MpiHandle:
         live = check_dispatch(self.config, x, routing, scales, rows)
+        x, scales = travelling(self.config, x, scales)
         handle = MpiHandle(self, routing, x.shape[0], live)
         experts = range(self.config.num_experts)
         handle.packing = packing = Packing.of(routing, live, self.config.num_experts, experts)

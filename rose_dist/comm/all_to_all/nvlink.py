@@ -10,11 +10,17 @@ import torch
 
 from rose_dist.comm.all_to_all.agreement import agree
 from rose_dist.comm.all_to_all.local_gpu import GpuOptions
-from rose_dist.comm.all_to_all.packing import check_combine, check_live, check_out, check_shapes
+from rose_dist.comm.all_to_all.packing import check_combine, check_live, check_out, check_shapes, travelling
 from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig, Dispatched, Handle, Routing
 from rose_dist.comm.layout import even_split
 from rose_dist.comm.symmetric_memory import Ranks, Region
-from rose_dist.kernels.exchange_layout import PACKET_TOKENS, ExchangeLayout
+from rose_dist.kernels.exchange_layout import (
+    CHUNK,
+    NVLINK_CHUNK,
+    PACKET_TOKENS,
+    RESULT_PACKET_BYTES,
+    ExchangeLayout,
+)
 from rose_dist.kernels.expert_exchange import ExpertExchange, ReceivedRows, received_rows
 
 
@@ -40,12 +46,16 @@ class NvLink(AllToAll):
         agree(config, group)
         self.config = config
         self.local_experts = even_split(config.num_experts, group.size, group.rank)
-        self.layout = exchange_layout(config, group.size, options.in_flight)
+        self.layout = self.lay_out(config, group.size, options.in_flight)
         agree(self.layout, group)
         region = take(self.layout.region_bytes)
         self.exchange = self.build(group, options, take, region, sms)
         self._region = region
         self._free = [received_rows(self.layout, options.layout, options.device) for _ in range(options.in_flight)]
+
+    def lay_out(self, config: AllToAllConfig, ranks: int, in_flight: int) -> ExchangeLayout:
+        """Of the memory that ranks write into; the same on all."""
+        return exchange_layout(config, ranks, in_flight)
 
     def build(
         self, group: Ranks, options: GpuOptions, take: Callable[[int], Region], region: Region, sms: int
@@ -71,6 +81,7 @@ class NvLink(AllToAll):
     ) -> Dispatched:  # fmt: skip
         handle = self._start(x, routing, scales, rows)
         handle.enter(self, "dispatch_recv")
+        x, scales = self._travelling(x, scales, handle)
         self.exchange.dispatch(x, scales, routing.ids, handle.live, handle.live_rows, handle.received)
         return self._dispatched(handle)
 
@@ -79,6 +90,7 @@ class NvLink(AllToAll):
         rows: torch.Tensor | int | None = None,
     ) -> NvLinkHandle:  # fmt: skip
         handle = self._start(x, routing, scales, rows)
+        x, scales = self._travelling(x, scales, handle)
         self.exchange.dispatch_send(x, scales, routing.ids, handle.live, handle.live_rows)
         return handle
 
@@ -129,6 +141,14 @@ class NvLink(AllToAll):
         handle.release = weakref.finalize(handle, self._free.append, handle.received)
         return handle
 
+    def _travelling(
+        self, x: torch.Tensor, scales: torch.Tensor | None, handle: NvLinkHandle
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the kernels are given: they quantise few rows themselves."""
+        if self.exchange.fuses(handle.live):
+            return x, scales
+        return travelling(self.config, x, scales, handle.live_rows)
+
     def _dispatched(self, handle: NvLinkHandle) -> Dispatched:
         received, local, config = handle.received, len(self.local_experts), self.config
         scales: Any = received.scales
@@ -148,11 +168,14 @@ class NvLink(AllToAll):
         return handle
 
 
-def exchange_layout(config: AllToAllConfig, ranks: int, in_flight: int) -> ExchangeLayout:
-    """Of the memory that so many ranks need; raises `KernelArgumentError` for sizes that don't fit."""
+def exchange_layout(config: AllToAllConfig, ranks: int, in_flight: int, *, network: bool = False) -> ExchangeLayout:
+    """Of the memory that so many ranks need; raises `KernelArgumentError` for sizes that don't fit. network: some are
+    on other nodes, whose messages are larger and carry rows as they are given.
+    """
     return ExchangeLayout(
         ranks=ranks, experts=config.num_experts, top_k=config.top_k, max_tokens=config.max_tokens,
         row_bytes=config.hidden * config.dtype.itemsize, scale_bytes=config.scale_dim * config.scale_dtype.itemsize,
         result_bytes=config.hidden * config.expert_dtype.itemsize, in_flight=in_flight,
-        most_packet_tokens=PACKET_TOKENS,
+        most_packet_tokens=PACKET_TOKENS, most_result_packet_bytes=1 << 62 if network else RESULT_PACKET_BYTES,
+        chunk=CHUNK if network else NVLINK_CHUNK, quantized=None if network else config.quantized,
     )  # fmt: skip

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from rose_dist.comm.all_to_all.protocol import AllToAllConfig, Routing
+from rose_dist.kernels.quantize import quantize
 
 Int64Array = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
@@ -34,15 +35,24 @@ def check_shapes(config: AllToAllConfig, x: torch.Tensor, routing: Routing, scal
     tokens = x.shape[0]
     if tokens > config.max_tokens:
         raise ValueError(f"{tokens} tokens are more than the {config.max_tokens} that this all-to-all was built for")
-    _expect("x", x, (tokens, config.hidden), config.dtype)
+    _expect("x", x, (tokens, config.hidden), config.given_dtype)
     _expect("routing.ids", routing.ids, (tokens, config.top_k), torch.int32)
     _expect("routing.weights", routing.weights, (tokens, config.top_k), torch.float32)
-    if (scales is not None) != (config.scale_dim > 0):
+    if (scales is not None) != (config.given_scales > 0):
         raise ValueError(
-            f"built for {config.scale_dim} scales a row, but scales are {'' if scales is None else 'not '}None"
+            f"built for {config.given_scales} scales a row, but scales are {'' if scales is None else 'not '}None"
         )
     if scales is not None:
         _expect("scales", scales, (tokens, config.scale_dim), config.scale_dtype)
+
+
+def travelling(
+    config: AllToAllConfig, x: torch.Tensor, scales: torch.Tensor | None, live_rows: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows and scales as they travel: quantised if the configuration says so. live_rows: as for `quantize`."""
+    if config.quantized is None:
+        return x, scales
+    return quantize(x, config.quantized, live_rows=live_rows)
 
 
 def check_live(tokens: int, rows: torch.Tensor | int | None) -> int:

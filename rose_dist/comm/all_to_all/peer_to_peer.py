@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rose_dist.comm.all_to_all.local_gpu import GpuOptions
-from rose_dist.comm.all_to_all.nvlink import NvLink
+from rose_dist.comm.all_to_all.nvlink import NvLink, exchange_layout
 from rose_dist.comm.all_to_all.protocol import AllToAllConfig
 from rose_dist.comm.symmetric_memory import Ranks, Region
 from rose_dist.comm.topology import Topology
+from rose_dist.kernels.exchange_layout import ExchangeLayout
 from rose_dist.kernels.expert_exchange import ExpertExchange
 from rose_dist.kernels.network_exchange import NetworkExchange
 from rose_dist.kernels.network_layout import NetworkLayout
@@ -29,6 +30,9 @@ class PeerToPeer(NvLink):
         """Collective over `group`. `take`: as for `NvLink`; the addresses of ranks of other nodes are not used."""
         self.topology = topology
         super().__init__(config, group, options, take, sms)
+
+    def lay_out(self, config: AllToAllConfig, ranks: int, in_flight: int) -> ExchangeLayout:
+        return exchange_layout(config, ranks, in_flight, network=True)
 
     def build(
         self, group: Ranks, options: GpuOptions, take: Callable[[int], Region], region: Region, sms: int

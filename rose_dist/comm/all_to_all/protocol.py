@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from rose_dist.kernels.expert_slots import PackedChoice
+from rose_dist.kernels.formats import BlockFormat, Element
 from rose_dist.kernels.moe_dispatch import PackedRows
 
 AddUp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -34,6 +35,26 @@ class AllToAllConfig:
     scale_dim: int = 0
     """Scales a row that travel along; 0: none."""
     scale_dtype: torch.dtype = torch.float32
+    quantized: BlockFormat | None = None
+    """Rows are given in bf16 without scales, and dispatch makes codes and scales of them in this format; the three
+    fields above must be its own, as `in_format` sets them."""
+
+    def in_format(self, quantized: BlockFormat) -> AllToAllConfig:
+        """The same with rows that dispatch quantises. Results keep their dtype."""
+        return replace(
+            self, quantized=quantized, dtype=quantized.codes_dtype(), scale_dim=quantized.blocks(self.hidden),
+            scale_dtype=quantized.scale.value, out_dtype=self.expert_dtype,
+        )  # fmt: skip
+
+    @property
+    def given_dtype(self) -> torch.dtype:
+        """Of the rows that dispatch is given."""
+        return self.dtype if self.quantized is None else torch.bfloat16
+
+    @property
+    def given_scales(self) -> int:
+        """Scales a row that dispatch is given."""
+        return self.scale_dim if self.quantized is None else 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= 32:
@@ -43,6 +64,13 @@ class AllToAllConfig:
                 raise ValueError(f"{name} is at least 1, got {getattr(self, name)}")
         if self.scale_dim < 0:
             raise ValueError(f"scale_dim is at least 0, got {self.scale_dim}")
+        if self.quantized is not None:
+            fmt = self.quantized
+            if fmt.element is not Element.E4M3 or self.hidden % 16:
+                raise ValueError(f"dispatch quantises rows of a multiple of 16 to e4m3, not {self.hidden} to {fmt}")
+            wanted = (fmt.codes_dtype(), fmt.blocks(self.hidden), fmt.scale.value)
+            if (self.dtype, self.scale_dim, self.scale_dtype) != wanted:
+                raise ValueError(f"dtype, scale_dim and scale_dtype of {fmt} rows are {wanted}: use in_format")
 
     @property
     def expert_dtype(self) -> torch.dtype:
@@ -135,8 +163,8 @@ class AllToAll(Protocol):
     ) -> Dispatched:
         """Send each row of `x` to the experts that `routing` names, and receive the rows for this rank's experts.
 
-        `x` is [tokens, hidden] of `config.dtype`, `scales` [tokens, scale_dim]. `rows` bounds the live rows (an int,
-        or a tensor of one element): rows beyond it are neither sent nor written by `combine`.
+        `x` is [tokens, hidden] of `config.given_dtype`, `scales` [tokens, given_scales]. `rows` bounds the live rows
+        (an int, or a tensor of one element): rows beyond it are neither sent nor written by `combine`.
 
         Raises `ValueError` for more tokens than `config.max_tokens`, for other shapes or dtypes than the
         construction's, and for ids outside −1 … num_experts − 1. On a GPU, `rows` as a tensor is int32 there, it is not

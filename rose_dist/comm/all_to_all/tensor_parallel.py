@@ -31,8 +31,7 @@ class TensorParallel(Local):
         if gpu is not None:
             if all_reduce is None:
                 raise ValueError("experts spread over GPUs need an all-reduce for their sums")
-            if all_reduce.sizes.hidden != config.hidden or all_reduce.sizes.max_rows < config.max_tokens:
-                raise ValueError(f"the all-reduce is for {all_reduce.sizes}, which does not fit {config}")
+            check_fits(all_reduce, config)
             all_reduce.prepare_combine(config.expert_dtype, config.top_k, config.expert_dtype)
 
     def reduce(self, handle: LocalHandle) -> torch.Tensor:
@@ -57,3 +56,9 @@ class TensorParallel(Local):
             accumulate=accumulate, live_rows=handle.live_rows,
         )  # fmt: skip
         handle.release()
+
+
+def check_fits(all_reduce: AllReduce, config: AllToAllConfig) -> None:
+    """Raise `ValueError` if the all-reduce can't take the all-to-all's results."""
+    if all_reduce.sizes.hidden != config.hidden or all_reduce.sizes.max_rows < config.max_tokens:
+        raise ValueError(f"the all-reduce is for {all_reduce.sizes}, which does not fit {config}")

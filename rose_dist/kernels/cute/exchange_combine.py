@@ -12,8 +12,8 @@ import torch
 
 from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.cute import packets
-from rose_dist.kernels.cute.exchange_parts import Arrivals, copy_of, owner, peer
-from rose_dist.kernels.cute.expert_slots import shared_integers
+from rose_dist.kernels.cute.exchange_parts import copy_of, owner
+from rose_dist.kernels.cute.exchange_return import ResultSender
 from rose_dist.kernels.dsl import (
     TYPES,
     Boolean,
@@ -26,14 +26,12 @@ from rose_dist.kernels.dsl import (
     cute,
     range_constexpr,
 )  # fmt: skip
-from rose_dist.kernels.exchange_layout import HEADER_WORDS, ExchangeLayout
+from rose_dist.kernels.exchange_layout import ExchangeLayout
 from rose_dist.kernels.exchange_tiling import PacketTiling
 from rose_dist.kernels.peer_regions import PACKET_BYTES, PACKET_WORDS, RESULT_STAGE
-from rose_dist.kernels.variants import WARP
 
 AT_ONCE = 8
 """Packets of one output place that a thread has in flight."""
-UNROLL = 4
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,10 @@ class ExchangeCombine(jit.Kernel):
         cute.arch.griddepcontrol_launch_dependents()
         if const_expr(self.send):
             epoch = packets.current_epoch(send_state)
-            self.push(expert_out, row_stride, sources, tokens_of, slots, runs, peers, epoch, rank)
+            ResultSender(self.layout, self.tiling).push(
+                expert_out, row_stride, sources, tokens_of, slots, runs, peers, epoch, rank, cute.arch.block_idx()[0],
+                blocks,
+            )  # fmt: skip
             packets.finish_epoch(send_state, first, blocks, Boolean(True))
         if const_expr(self.receive):
             live, epoch = vector.live_rows(live_rows, tokens), packets.current_epoch(receive_state)
@@ -112,123 +113,6 @@ class ExchangeCombine(jit.Kernel):
         """Where an exchange's result packets start in a region."""
         layout = self.layout
         return layout.start("result_packets") + copy_of(epoch, layout.result_copies) * layout.result_packet_bytes
-
-    # --- Sending -----------------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def push(
-        self, expert_out: Int64, row_stride: Int64, sources: Int64, tokens_of: Int64, slots: Int64, runs: Int64,
-        peers: Int64, epoch: Uint32, rank: Int32,
-    ) -> None:  # fmt: skip
-        """Every result to its token's rank, as that rank sent the token: in packets or as a plain row."""
-        layout, tiling, thread = self.layout, self.tiling, cute.arch.thread_idx()[0]
-        block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        headers, chosen = shared_integers(layout.ranks * HEADER_WORDS), shared_integers(layout.top_k + 2)
-        for at in range(thread, layout.ranks * HEADER_WORDS, tiling.threads):
-            headers[at] = vector.scalar(sources + Int64(at) * 4, Int32)[0]
-        cute.arch.sync_threads()
-        arrivals = Arrivals(layout.ranks, HEADER_WORDS)
-        for item in range(block, arrivals.total(headers, 0) * tiling.splits, blocks):
-            source, row = arrivals.locate(headers, 0, item // tiling.splits, rank)
-            if peer(peers, source) != 0:
-                record = Int64(source) * layout.max_tokens + row
-                self.choose(tokens_of, slots, record, chosen)
-                inbox = peer(peers, source) + self.inbox(epoch)
-                self.push_packets(expert_out, row_stride, slots, record, item % tiling.splits, chosen, inbox, epoch)
-        if const_expr(layout.has_rows):
-            for item in range(block, arrivals.total(headers, 1), blocks):
-                source, chunk = arrivals.locate(headers, 1, item, rank)
-                if peer(peers, source) != 0:
-                    self.push_chunk(
-                        expert_out, row_stride, source, chunk, tokens_of, slots, runs, peer(peers, source), epoch, rank
-                    )
-
-    @cute.jit
-    def choose(self, tokens_of: Int64, slots: Int64, record: Int64, chosen: cute.Tensor) -> None:
-        """The record's places that are here: their number, its token, the places."""
-        top_k, thread = self.layout.top_k, cute.arch.thread_idx()[0]
-        cute.arch.sync_threads()
-        if thread < WARP:
-            valid = Boolean(False)
-            if thread < top_k:
-                valid = Boolean(vector.scalar(slots + (record * top_k + thread) * 4, Int32)[0] != -1)
-            mask = Uint32(cute.arch.vote_ballot_sync(valid))
-            if valid:
-                chosen[2 + Int32(cute.arch.popc(mask & Uint32(cute.arch.lanemask_lt())))] = thread
-            if thread == 0:
-                chosen[0] = Int32(cute.arch.popc(mask))
-                chosen[1] = vector.scalar(tokens_of + record * 4, Int32)[0]
-        cute.arch.sync_threads()
-
-    @cute.jit
-    def push_packets(
-        self, expert_out: Int64, row_stride: Int64, slots: Int64, record: Int64, split: Int32, chosen: cute.Tensor,
-        inbox: Int64, epoch: Uint32,
-    ) -> None:  # fmt: skip
-        """A part of each of the record's results, several of which are loaded at a time."""
-        tiling, thread, top_k = self.tiling, cute.arch.thread_idx()[0], self.layout.top_k
-        inside = [tiling.inside(split, thread, i) for i in range(tiling.turns)]
-        numbers = [
-            vector.min_of(tiling.packet(split, thread, i), Int32(tiling.packets - 1)) for i in range(tiling.turns)
-        ]
-        count, token, group = chosen[0], chosen[1], vector.const_min(AT_ONCE // tiling.turns, top_k)
-        for first in range(0, count, group):
-            places = [chosen[2 + vector.min_of(first + i, count - 1)] for i in range(group)]
-            rows = [vector.scalar(slots + (record * top_k + place) * 4, Int32)[0] for place in places]
-            words = [[self.result_words(expert_out, row_stride, row, number) for number in numbers] for row in rows]
-            for i in range_constexpr(group):
-                at = (Int64(token) * top_k + places[i]) * (self.layout.result_packets * PACKET_BYTES)
-                for turn in range_constexpr(tiling.turns):
-                    if inside[turn] & (first + i < count):
-                        packets.send([inbox + at], Int64(numbers[turn]) * PACKET_BYTES, words[i][turn], epoch)
-
-    def result_words(self, expert_out: Any, row_stride: Any, row: Any, packet: Any) -> Any:
-        """A packet's words; zeros for a row that its expert had no room for."""
-        dropped = row < 0
-        source = expert_out + Int64(vector.select(dropped, Int32(0), row)) * row_stride
-        found = []
-        for i in range(PACKET_WORDS):
-            at = vector.min_of(packet * PACKET_WORDS + i, Int32(self.words - 1))
-            word = Uint32(vector.scalar(source + Int64(at) * 4, Uint32)[0])
-            found.append(Uint32(vector.select(dropped, Uint32(0), word)))
-        return found
-
-    @cute.jit
-    def push_chunk(
-        self, expert_out: Int64, row_stride: Int64, source: Int32, chunk: Int32, tokens_of: Int64, slots: Int64,
-        runs: Int64, region: Int64, epoch: Uint32, rank: Int32,
-    ) -> None:  # fmt: skip
-        """All results for a source's chunk as plain rows, a warp for each record, and their flag."""
-        layout, thread = self.layout, cute.arch.thread_idx()[0]
-        run = vector.scalar(runs + (Int64(source) * layout.chunks + chunk) * 4, Int32)[0]
-        copy = copy_of(epoch, layout.result_copies)
-        results = region + layout.start("results") + copy * layout.result_row_bytes
-        for number in range(thread // WARP, run & 255, self.tiling.threads // WARP):
-            record = Int64(source) * layout.max_tokens + (run >> 8) + number
-            token = vector.scalar(tokens_of + record * 4, Int32)[0]
-            for j in range(layout.top_k):
-                row = vector.scalar(slots + (record * layout.top_k + j) * 4, Int32)[0]
-                if row != -1:
-                    target = results + (Int64(token) * layout.top_k + j) * layout.result_bytes
-                    self.push_row(expert_out + Int64(vector.max_of(row, Int32(0))) * row_stride, row < 0, target)
-        cute.arch.sync_threads()
-        if thread == 0:
-            flags = region + layout.start("result_flags") + copy * layout.result_flag_bytes
-            ptx.store_release(flags + (Int64(rank) * layout.chunks + chunk) * 4, epoch, "sys")
-
-    @cute.jit
-    def push_row(self, row: Int64, dropped: Boolean, target: Int64) -> None:
-        """By one warp; zeros for a row that its expert had no room for."""
-        lane, vectors = cute.arch.thread_idx()[0] % WARP, self.layout.result_bytes // 16
-        for first in range(0, vectors, WARP * UNROLL):
-            numbers = [vector.min_of(first + lane + i * WARP, Int32(vectors - 1)) for i in range(UNROLL)]
-            values = [ptx.load_16b(row + Int64(number) * 16) for number in numbers]
-            for i in range_constexpr(UNROLL):
-                words = tuple(Uint32(vector.select(dropped, Int32(0), word)) for word in values[i])
-                if first + lane + i * WARP < vectors:
-                    ptx.store_packet(target + Int64(numbers[i]) * 16, words)
-
-    # --- Receiving packets -------------------------------------------------------------------------------------------
 
     @cute.jit
     def sum(

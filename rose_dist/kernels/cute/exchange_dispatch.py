@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from rose_dist.kernels import jit, vector
 from rose_dist.kernels.cute import packets
 from rose_dist.kernels.cute.exchange_receive import RecordReceiver
 from rose_dist.kernels.cute.exchange_send import PacketSender
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, const_expr, cute
-from rose_dist.kernels.exchange_layout import ExchangeLayout
-from rose_dist.kernels.exchange_tiling import PacketTiling
+from rose_dist.kernels.exchange_layout import PACKETS, RETURNS, ExchangeLayout
+from rose_dist.kernels.exchange_tiling import PacketTiling, record_tiling
 from rose_dist.kernels.expert_slots import PackedLayout
 
 
@@ -32,7 +33,13 @@ class ExchangeDispatch(jit.Kernel):
     @property
     def tiling(self) -> PacketTiling:
         """Of a record."""
-        return PacketTiling(self.layout.data_packets, self.most)
+        return record_tiling(self.layout, self.most)
+
+    def form(self, tokens: Any) -> Any:
+        """In which form results of so many tokens are to come back."""
+        if not self.layout.has_returns:
+            return Int32(PACKETS)
+        return vector.select(tokens > self.layout.result_packet_tokens, Int32(RETURNS), Int32(PACKETS))
 
     @cute.jit
     def __call__(
@@ -41,11 +48,13 @@ class ExchangeDispatch(jit.Kernel):
         own: Int64, send_state: Int64, receive_state: Int64, report: Int64, limit_ns: Int64, rank: Int32, tokens: Int32,
         blocks: Int32, stream: Stream,
     ) -> None:  # fmt: skip
-        """Addresses. To send: x [tokens, row_bytes], scales, ids int32 [tokens, top_k], live_rows int32 [1] or 0, sent
+        """Addresses. To send: x [tokens, row_bytes] and scales, or with `layout.quantized` x bf16 [tokens, row_bytes];
+        ids int32 [tokens, top_k], live_rows int32 [1] or 0, sent
         u64 [1], the pairs sent to other ranks so far.
         Written when receiving: packed and packed_scales; counts int32 [width], offsets int64 [width + 1]; for combine
-        sources int32 [ranks, 3] (the first words of the headers), tokens_of int32 [ranks, max_tokens] and slots int32
-        [ranks, max_tokens, top_k] by record, runs int32 [ranks, chunks].
+        sources int32 [ranks, 3] (the first words of the headers), tokens_of int32 [ranks, max_records] by record, slots
+        int32 [ranks + 1, max_records, top_k] by record and, in the last place, of this rank's own tokens by token, runs
+        int32 [ranks, chunks].
         peers: int64 [ranks], every rank's region; own: this rank's. States: of `packets`, of dispatches sent and
         received.
         """
@@ -67,12 +76,14 @@ class ExchangeDispatch(jit.Kernel):
         cute.arch.griddepcontrol_launch_dependents()
         if const_expr(self.send):
             live, epoch = vector.live_rows(live_rows, tokens), packets.current_epoch(send_state)
-            PacketSender(self.layout, self.tiling).push(x, scales, ids, live, peers, sent, epoch, rank)
+            PacketSender(self.arch, self.layout, self.tiling).push(
+                x, scales, ids, live, self.form(tokens), peers, sent, epoch, rank
+            )
             packets.finish_epoch(send_state, first, blocks, Boolean(True))
         if const_expr(self.receive):
             receiver = RecordReceiver(self.layout, self.packed, self.tiling, self.vector_bytes)
             receiver.take(
                 packed, packed_scales, counts, offsets, sources, tokens_of, slots, runs, own,
-                packets.current_epoch(receive_state), report, limit_ns, rank,
+                packets.current_epoch(receive_state), report, limit_ns, rank, cute.arch.block_idx()[0], blocks,
             )  # fmt: skip
             packets.finish_epoch(receive_state, first, blocks, Boolean(True))

@@ -11,7 +11,7 @@ from typing import Any
 from rose_dist.kernels import ptx, vector
 from rose_dist.kernels.cute import packets
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Uint8, Uint32, Uint64, const_expr, cute, cutlass
-from rose_dist.kernels.exchange_layout import CHUNK, HEADER_WORDS, NO_PLACE, ORDINAL_BITS
+from rose_dist.kernels.exchange_layout import HEADER_WORDS, NO_PLACE, ORDINAL_BITS, ROWS, ExchangeLayout
 from rose_dist.kernels.peer_regions import HEADER_STAGE, PACKET_BYTES, PACKET_WORDS
 from rose_dist.kernels.variants import WARP
 
@@ -58,28 +58,28 @@ def copy_of(epoch: Any, copies: int) -> Any:
 
 @cute.jit
 def send_headers(
-    layout: cutlass.Constexpr, counted: cute.Tensor, peers: Int64, rank: Int32, live: Int32, plain: cutlass.Constexpr,
-    epoch: Uint32, threads: cutlass.Constexpr,
+    layout: cutlass.Constexpr, counted: cute.Tensor, peers: Int64, rank: Int32, live: Int32, form: Int32, epoch: Uint32,
+    block: Int32, blocks: Int32, threads: cutlass.Constexpr,
 ) -> None:  # fmt: skip
-    """This source's headers, each by one block. counted: Int32 [experts + ranks] in shared memory: pairs for each
-    expert, then records for each rank.
+    """This source's headers, each by one of `blocks` blocks. counted: Int32 [experts + ranks] in shared memory: pairs
+    for each expert, then records for each rank.
     """
     at = layout.start("headers") + (copy_of(epoch, layout.copies) * layout.ranks + rank) * layout.header_bytes
-    for to in range(cute.arch.block_idx()[0], layout.ranks, cute.arch.grid_dim()[0]):
+    for to in range(block, layout.ranks, blocks):
         for packet in range(cute.arch.thread_idx()[0], layout.header_packets, threads):
             words = [
-                header_word(layout, counted, to, packet * PACKET_WORDS + i, live, plain) for i in range(PACKET_WORDS)
+                header_word(layout, counted, to, packet * PACKET_WORDS + i, live, form) for i in range(PACKET_WORDS)
             ]
             if peer(peers, to) != 0:
                 ptx.store_packet(peer(peers, to) + at + Int64(packet) * PACKET_BYTES, (*words, epoch))
 
 
-def header_word(layout: Any, counted: Any, to: Any, at: Any, live: Any, plain: int) -> Any:
+def header_word(layout: Any, counted: Any, to: Any, at: Any, live: Any, form: Any) -> Any:
     """Words beyond the destination's experts are any."""
     expert = vector.min_of(first_expert(layout, to) + at - HEADER_WORDS, Int32(layout.experts - 1))
     word = counted[vector.select(at < HEADER_WORDS, layout.experts + to, expert)]
     word = vector.select(at == 1, live, word)
-    return Uint32(vector.select(at == 2, Int32(plain), word))
+    return Uint32(vector.select(at == 2, Int32(form), word))
 
 
 @cute.jit
@@ -120,42 +120,61 @@ def receive_headers(
 
 @dataclass(frozen=True)
 class Arrivals:
-    """What the sources have sent, by their headers: Int32 [ranks, `stride`] in shared memory. A unit is a record of a
-    source that sends packets or, with `plain`, a chunk of one that sends plain rows.
+    """What the sources have sent, by their headers: Int32 [ranks, `stride`] in shared memory. Units are records that
+    came as packets or chunks of plain rows, by the form that is asked for.
     """
 
-    ranks: int
+    layout: ExchangeLayout
     stride: int
 
-    def units(self, headers: Any, plain: int, source: Any) -> Any:
-        """Of one source."""
+    def units(self, headers: Any, forms: tuple[int, ...], source: Any) -> Any:
+        """Of a source, 0 if it chose none of `forms`."""
         at = source * self.stride
         count = headers[at]
-        if plain:
-            count = (headers[at + 1] + (CHUNK - 1)) // CHUNK
-        return Int32(vector.select(headers[at + 2] == plain, count, Int32(0)))
+        if ROWS in forms:
+            count = (headers[at + 1] + (self.layout.chunk - 1)) // self.layout.chunk
+        chosen = headers[at + 2] == forms[0]
+        for form in forms[1:]:
+            chosen = chosen | (headers[at + 2] == form)
+        return Int32(vector.select(chosen, count, Int32(0)))
 
     @cute.jit
-    def total(self, headers: cute.Tensor, plain: cutlass.Constexpr) -> Int32:
+    def total(self, headers: cute.Tensor, forms: cutlass.Constexpr) -> Int32:
         """Of all sources."""
         total = Int32(0)
-        for source in range(self.ranks):
-            total += self.units(headers, plain, source)
+        for source in range(self.layout.ranks):
+            total += self.units(headers, forms, source)
         return total
 
     @cute.jit
-    def locate(self, headers: cute.Tensor, plain: cutlass.Constexpr, item: Int32, rank: Int32) -> Any:
+    def locate(self, headers: cute.Tensor, forms: cutlass.Constexpr, item: Int32, rank: Int32) -> Any:
         """Unit number `item`: its source, and its number there. The next rank's come first, this one's own last."""
         source, left, found = Int32(0), item, Boolean(False)
-        for step in range(1, self.ranks + 1):
-            candidate = (rank + step) % self.ranks
-            count = self.units(headers, plain, candidate)
+        for step in range(1, self.layout.ranks + 1):
+            candidate = (rank + step) % self.layout.ranks
+            count = self.units(headers, forms, candidate)
             if not found:
                 if left < count:
                     source, found = Int32(candidate), Boolean(True)
                 else:
                     left -= count
         return source, left
+
+    @cute.jit
+    def turns(self, headers: cute.Tensor, forms: cutlass.Constexpr) -> Int32:
+        """Items for `by_turns`."""
+        most = Int32(0)
+        for source in range(self.layout.ranks):
+            most = vector.max_of(most, self.units(headers, forms, source))
+        return most * self.layout.ranks
+
+    def by_turns(self, headers: Any, forms: tuple[int, ...], item: Any, rank: Any) -> Any:
+        """Item number `item`, in the order in which units arrive: first units of all sources, second ones, …: its
+        source, its number there, and whether there is one.
+        """
+        ranks = self.layout.ranks
+        source, number = (rank + 1 + item % ranks) % ranks, item // ranks
+        return source, number, Boolean(number < self.units(headers, forms, source))
 
 
 @cute.jit

@@ -8,9 +8,18 @@ from typing import Any
 from rose_dist.kernels import ptx, sync, vector
 from rose_dist.kernels.cute import packets
 from rose_dist.kernels.cute.exchange_parts import Arrivals, copy_of, receive_headers, slot_of, store_scale_word
+from rose_dist.kernels.cute.exchange_quantize import apart
 from rose_dist.kernels.cute.expert_slots import scan_starts, shared_integers
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Uint32, const_expr, cute, range_constexpr
-from rose_dist.kernels.exchange_layout import HEADER_WORDS, ExchangeLayout
+from rose_dist.kernels.exchange_layout import (
+    HEADER_WORDS,
+    PACKETS,
+    RETURNS,
+    ROWS,
+    UNIT_PACKETS,
+    UNIT_VALUES,
+    ExchangeLayout,
+)
 from rose_dist.kernels.exchange_tiling import PacketTiling
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.peer_regions import CHUNK_STAGE, PACKET_BYTES, PACKET_WORDS, RECORD_STAGE
@@ -31,11 +40,11 @@ class RecordReceiver:
     @cute.jit
     def take(
         self, packed: Int64, packed_scales: Int64, counts: Int64, offsets: Int64, sources: Int64, tokens: Int64,
-        slots: Int64, runs: Int64, own: Int64, epoch: Uint32, report: Int64, limit_ns: Int64, rank: Int32,
+        slots: Int64, runs: Int64, own: Int64, epoch: Uint32, report: Int64, limit_ns: Int64, rank: Int32, block: Int32,
+        blocks: Int32,
     ) -> None:  # fmt: skip
-        """Arguments: as for `ExchangeDispatch`."""
+        """By `blocks` blocks, of which this is number `block`. Arguments: as for `ExchangeDispatch`."""
         layout, tiling, threads = self.layout, self.tiling, self.tiling.threads
-        block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         headers = shared_integers(layout.ranks * (HEADER_WORDS + layout.width))
         starts, passed, mine = shared_integers(layout.width + 1), shared_integers(1), shared_integers(layout.top_k)
         meta = shared_integers(layout.meta_packets * PACKET_WORDS)
@@ -44,32 +53,32 @@ class RecordReceiver:
             cute.make_layout(tiling.part * PACKET_WORDS),
         )
         receive_headers(layout, own, epoch, headers, passed, limit_ns, report, rank, threads)
-        self.place_sources(headers, starts, counts, offsets, sources)
+        self.place_sources(headers, starts, counts, offsets, sources, block == 0)
         alive = Boolean(passed[0] != 0)
         cute.arch.sync_threads()
-        arrivals = Arrivals(layout.ranks, HEADER_WORDS + layout.width)
-        records = arrivals.total(headers, 0)
+        arrivals, packed_forms = Arrivals(layout, HEADER_WORDS + layout.width), (PACKETS, RETURNS)
+        records = arrivals.total(headers, packed_forms)
         for item in range(block, records * tiling.splits, blocks):
-            source, row = arrivals.locate(headers, 0, item // tiling.splits, rank)
+            source, row = arrivals.locate(headers, packed_forms, item // tiling.splits, rank)
             split = item % tiling.splits
             alive = self.take_packets(
                 own, source, row, split, epoch, alive, limit_ns, report, rank, meta, stage, passed
             )
-            self.find_slots(source, row, split, meta, headers, starts, mine, passed, tokens, slots)
+            self.find_slots(source, row, split, meta, headers, starts, mine, passed, rank, tokens, slots)
             self.store_part(stage, split, mine, packed, packed_scales)
             cute.arch.sync_threads()
         if const_expr(layout.has_rows):
-            chunks = arrivals.total(headers, 1)
-            for item in range(block, chunks, blocks):
-                source, chunk = arrivals.locate(headers, 1, item, rank)
-                self.take_chunk(
-                    own, source, chunk, epoch, limit_ns, report, rank, headers, starts, passed, meta, packed,
-                    packed_scales, tokens, slots, runs,
-                )  # fmt: skip
+            for item in range(block, arrivals.turns(headers, (ROWS,)), blocks):
+                source, chunk, there = arrivals.by_turns(headers, (ROWS,), item, rank)
+                if there:
+                    self.take_chunk(
+                        own, source, chunk, epoch, limit_ns, report, rank, headers, starts, passed, meta, packed,
+                        packed_scales, tokens, slots, runs,
+                    )  # fmt: skip
 
     @cute.jit
     def place_sources(
-        self, headers: cute.Tensor, starts: cute.Tensor, counts: Int64, offsets: Int64, sources: Int64
+        self, headers: cute.Tensor, starts: cute.Tensor, counts: Int64, offsets: Int64, sources: Int64, first: Boolean
     ) -> None:
         """Where each expert and each source's share of it start, the latter in place of the headers' counts; the first
         block also writes what follows reads.
@@ -89,7 +98,7 @@ class RecordReceiver:
         for expert in range(thread, layout.width, threads):
             for source in range(layout.ranks):
                 headers[source * words + HEADER_WORDS + expert] += starts[expert]
-        if cute.arch.block_idx()[0] == 0:
+        if first:
             for expert in range(thread, layout.width + 1, threads):
                 vector.scalar(offsets + Int64(expert) * 8, Int64)[0] = Int64(starts[expert])
                 if expert < layout.width:
@@ -129,17 +138,27 @@ class RecordReceiver:
         for turn in range_constexpr(tiling.turns):
             for word in range_constexpr(PACKET_WORDS):
                 if wanted[1 + turn]:
-                    at = (thread + turn * tiling.threads) * PACKET_WORDS + word
-                    stage[at] = received[4 * (1 + turn) + word]
+                    stage[self.place(thread + turn * tiling.threads, word)] = received[4 * (1 + turn) + word]
         if not alive:
             passed[0] = Int32(0)
         cute.arch.sync_threads()
         return alive
 
+    def place(self, packet: Any, word: int) -> Any:
+        """Where a word of a part's packet is staged."""
+        if self.layout.quantized is None:
+            return packet * PACKET_WORDS + word
+        return apart(packet, word, self.units)
+
+    @property
+    def units(self) -> int:
+        """Of a part of a quantised record."""
+        return self.tiling.part // UNIT_PACKETS
+
     @cute.jit
     def find_slots(
         self, source: Int32, row: Int32, split: Int32, meta: cute.Tensor, headers: cute.Tensor, starts: cute.Tensor,
-        mine: cute.Tensor, passed: cute.Tensor, tokens: Int64, slots: Int64,
+        mine: cute.Tensor, passed: cute.Tensor, rank: Int32, tokens: Int64, slots: Int64,
     ) -> None:  # fmt: skip
         """The record's packed rows. After a wait that expired, none."""
         thread = cute.arch.thread_idx()[0]
@@ -149,14 +168,22 @@ class RecordReceiver:
                 slot = slot_of(self.layout, self.packed, Uint32(meta[1 + thread]), source, headers, starts)
             mine[thread] = slot
             if split == 0:
-                self.note(source, row, thread, slot, meta[0], tokens, slots)
+                self.note(source, row, thread, slot, meta[0], rank, tokens, slots)
         cute.arch.sync_threads()
 
-    def note(self, source: Any, row: Any, place: Any, slot: Any, token: Any, tokens: Any, slots: Any) -> None:
-        """For combine: a place's slot, and the record's token."""
-        record = Int64(source) * self.layout.max_tokens + row
-        vector.scalar(slots + (record * self.layout.top_k + place) * 4, Int32)[0] = slot
+    @cute.jit
+    def note(
+        self, source: Int32, row: Int32, place: Int32, slot: Int32, token: Int32, rank: Int32, tokens: Int64,
+        slots: Int64,
+    ) -> None:  # fmt: skip
+        """For combine: a place's slot, by record and, of this rank's own tokens, by token; and the record's token."""
+        top_k, sources, records = self.layout.top_k, self.layout.ranks, self.layout.max_records
+        record = Int64(source) * records + row
+        vector.scalar(slots + (record * top_k + place) * 4, Int32)[0] = slot
         vector.scalar(tokens + record * 4, Int32)[0] = token
+        if (source == rank) & (slot != -1):
+            own = Int64(sources * records) + token
+            vector.scalar(slots + (own * top_k + place) * 4, Int32)[0] = slot
 
     @cute.jit
     def store_part(
@@ -165,6 +192,8 @@ class RecordReceiver:
         """A staged part to all the record's slots."""
         layout, tiling, size, thread = self.layout, self.tiling, self.vector_bytes, cute.arch.thread_idx()[0]
         part_bytes = tiling.part * PACKET_WORDS * 4
+        if const_expr(layout.quantized is not None):
+            part_bytes = self.units * UNIT_VALUES
         for number in range(thread, part_bytes // size, tiling.threads):
             at = split * part_bytes + number * size
             if at < layout.row_bytes:
@@ -175,14 +204,27 @@ class RecordReceiver:
                         target = packed + Int64(slot) * layout.row_bytes + at
                         vector.store_words(target, words, Uint32, size)
         if const_expr(layout.scale_bytes > 0):
-            for number in range(thread, layout.data_words - layout.row_bytes // 4, tiling.threads):
-                at = layout.row_bytes // 4 + number - split * (part_bytes // 4)
-                if (at >= 0) & (at < part_bytes // 4):
-                    for j in range(layout.top_k):
-                        slot = mine[j]
-                        if slot >= 0:
-                            target = packed_scales + Int64(slot) * layout.scale_bytes
-                            store_scale_word(target, number, stage[at], layout.scale_bytes)
+            self.store_scales(stage, split, mine, packed_scales)
+
+    @cute.jit
+    def store_scales(self, stage: cute.Tensor, split: Int32, mine: cute.Tensor, packed_scales: Int64) -> None:
+        """The scales in a staged part."""
+        layout, thread, threads = self.layout, cute.arch.thread_idx()[0], self.tiling.threads
+        # The row's words of scales that are in this part are `first` to `end`; the first is staged at `start`.
+        if const_expr(layout.quantized is not None):
+            first, start = split * self.units, self.units * (UNIT_VALUES // 4)
+            end = vector.min_of(first + self.units, Int32(layout.units))
+        else:
+            words, row_words = self.tiling.part * PACKET_WORDS, layout.row_bytes // 4
+            first = vector.max_of(split * words - row_words, Int32(0))
+            start = row_words + first - split * words
+            end = vector.min_of((split + 1) * words, Int32(layout.data_words)) - row_words
+        for number in range(first + thread, end, threads):
+            for j in range(layout.top_k):
+                slot = mine[j]
+                if slot >= 0:
+                    target = packed_scales + Int64(slot) * layout.scale_bytes
+                    store_scale_word(target, number, stage[start + number - first], layout.scale_bytes)
 
     # --- Plain rows --------------------------------------------------------------------------------------------------
 
@@ -192,7 +234,7 @@ class RecordReceiver:
         headers: cute.Tensor, starts: cute.Tensor, passed: cute.Tensor, run: cute.Tensor, packed: Int64,
         packed_scales: Int64, tokens: Int64, slots: Int64, runs: Int64,
     ) -> None:  # fmt: skip
-        """A chunk's records, a warp for each, once its flag has come. run: Int32 [1] in shared memory, scratch."""
+        """A chunk's records, once its flag has come. run: Int32 [1] in shared memory, scratch."""
         layout, threads, thread = self.layout, self.tiling.threads, cute.arch.thread_idx()[0]
         copy = copy_of(epoch, layout.copies) * layout.ranks + source
         at = own + layout.start("runs") + copy * layout.source_run_bytes + Int64(chunk) * 8
@@ -210,25 +252,32 @@ class RecordReceiver:
         cute.arch.sync_threads()
         first, count = run[0] >> 8, run[0] & 255
         records = own + layout.start("records") + copy * layout.source_record_bytes
-        for number in range(thread // WARP, count, threads // WARP):
+        for number in range(thread // (WARP * self.share), count, threads // (WARP * self.share)):
             row = first + number
             record = records + Int64(row) * layout.record_bytes
-            self.take_row(record, source, row, headers, starts, packed, packed_scales, tokens, slots)
+            part = thread // WARP % self.share
+            self.take_row(record, source, row, part, headers, starts, rank, packed, packed_scales, tokens, slots)
+
+    @property
+    def share(self) -> int:
+        """Warps that share a plain record: a block's divided among a chunk's."""
+        return max(1, self.tiling.threads // WARP // self.layout.chunk)
 
     @cute.jit
     def take_row(
-        self, record: Int64, source: Int32, row: Int32, headers: cute.Tensor, starts: cute.Tensor, packed: Int64,
-        packed_scales: Int64, tokens: Int64, slots: Int64,
+        self, record: Int64, source: Int32, row: Int32, part: Int32, headers: cute.Tensor, starts: cute.Tensor,
+        rank: Int32, packed: Int64, packed_scales: Int64, tokens: Int64, slots: Int64,
     ) -> None:  # fmt: skip
-        """By one warp, whose lane j has the slot of place j."""
+        """A warp's part; its lane j has the slot of place j. The first part has the scales and the notes too."""
         layout, lane = self.layout, cute.arch.thread_idx()[0] % WARP
         meta, slot = record + layout.meta_offset, Int32(-1)
         if lane < self.layout.top_k:
             word = ptx.load_relaxed(meta + 4 * (1 + Int64(lane)), "sys")
             slot = slot_of(self.layout, self.packed, word, source, headers, starts)
-            self.note(source, row, lane, slot, Int32(ptx.load_relaxed(meta, "sys")), tokens, slots)
+            if part == 0:
+                self.note(source, row, lane, slot, Int32(ptx.load_relaxed(meta, "sys")), rank, tokens, slots)
         vectors = layout.row_bytes // 16
-        for first in range(0, vectors, WARP * UNROLL):
+        for first in range(part * (WARP * UNROLL), vectors, self.share * WARP * UNROLL):
             numbers = [vector.min_of(first + lane + i * WARP, Int32(vectors - 1)) for i in range(UNROLL)]
             values = [ptx.load_packet(record + Int64(number) * 16) for number in numbers]
             for j in range(layout.top_k):
@@ -238,13 +287,19 @@ class RecordReceiver:
                         if first + lane + i * WARP < vectors:
                             ptx.store_16b(packed + target * layout.row_bytes + Int64(numbers[i]) * 16, values[i])
         if const_expr(layout.scale_bytes > 0):
-            scale_words = layout.data_words - layout.row_bytes // 4
-            for first in range(0, scale_words, WARP):
-                number = vector.min_of(first + lane, Int32(scale_words - 1))
-                word = ptx.load_relaxed(record + layout.row_bytes + Int64(number) * 4, "sys")
-                for j in range(layout.top_k):
-                    target = Int64(cute.arch.shuffle_sync(slot, j))
-                    if target >= 0:
-                        if first + lane < scale_words:
-                            target_scales = packed_scales + target * layout.scale_bytes
-                            store_scale_word(target_scales, number, word, layout.scale_bytes)
+            if part == 0:
+                self.take_scales(record + layout.row_bytes, slot, packed_scales)
+
+    @cute.jit
+    def take_scales(self, scales: Int64, slot: Int32, packed_scales: Int64) -> None:
+        """A plain record's scales to each lane's slot."""
+        lane, top_k, size = cute.arch.thread_idx()[0] % WARP, self.layout.top_k, self.layout.scale_bytes
+        words = self.layout.data_words - self.layout.row_bytes // 4
+        for first in range(0, words, WARP):
+            number = vector.min_of(first + lane, Int32(words - 1))
+            word = ptx.load_relaxed(scales + Int64(number) * 4, "sys")
+            for j in range(top_k):
+                target = Int64(cute.arch.shuffle_sync(slot, j))
+                if target >= 0:
+                    if first + lane < words:
+                        store_scale_word(packed_scales + target * size, number, word, size)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rose_dist.kernels import ptx, vector
+from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute import packets
 from rose_dist.kernels.cute.exchange_parts import (
     copy_of,
@@ -16,6 +17,7 @@ from rose_dist.kernels.cute.exchange_parts import (
     place,
     send_headers,
 )
+from rose_dist.kernels.cute.exchange_quantize import PartQuantizer
 from rose_dist.kernels.cute.expert_slots import local_expert, shared_integers
 from rose_dist.kernels.dsl import Int32, Int64, Uint32, const_expr, cute, range_constexpr
 from rose_dist.kernels.exchange_layout import NO_PLACE, ExchangeLayout
@@ -28,29 +30,43 @@ from rose_dist.kernels.variants import WARP
 class PacketSender:
     """Part of a kernel. A block takes a part of a token's record at a time."""
 
+    arch: Arch
     layout: ExchangeLayout
     tiling: PacketTiling
 
     @cute.jit
     def push(
-        self, x: Int64, scales: Int64, ids: Int64, live: Int32, peers: Int64, sent: Int64, epoch: Uint32, rank: Int32
-    ) -> None:
-        """All records of the `live` tokens and the headers. Arguments: as for `ExchangeDispatch`."""
+        self, x: Int64, scales: Int64, ids: Int64, live: Int32, form: Int32, peers: Int64, sent: Int64, epoch: Uint32,
+        rank: Int32,
+    ) -> None:  # fmt: skip
+        """All records of the `live` tokens and the headers, which say `form`. Arguments: as for `ExchangeDispatch`."""
         layout, tiling = self.layout, self.tiling
         block, blocks, threads = cute.arch.block_idx()[0], cute.arch.grid_dim()[0], tiling.threads
         counted = shared_integers(layout.experts + layout.ranks)
         experts, masks = shared_integers(layout.packet_tokens * layout.top_k), shared_integers(layout.packet_tokens)
         places, owners, rows = (shared_integers(n) for n in (layout.top_k, layout.top_k, layout.ranks))
+        quantizer = PartQuantizer(self.arch, layout, tiling)
+        stage = quantizer.stage() if const_expr(layout.quantized is not None) else None
         self.count(ids, live, counted, experts, masks)
-        send_headers(layout, counted, peers, rank, live, 0, epoch, threads)
+        send_headers(layout, counted, peers, rank, live, form, epoch, block, blocks, threads)
         if block == 0:
             count_sent(layout, counted, sent, rank, threads)
         for item in range(block, live * tiling.splits, blocks):
             token, split = item // tiling.splits, item % tiling.splits
             cute.arch.sync_threads()
-            self.find(token, experts, masks, places, owners, rows)
-            cute.arch.sync_threads()
-            self.push_record(x, scales, token, split, peers, epoch, rank, masks, places, owners, rows)
+            if const_expr(layout.quantized is None):
+                self.find(token, experts, masks, places, owners, rows)
+                cute.arch.sync_threads()
+                words = self.words(x, scales, token, split)
+                self.push_record(words, token, split, peers, epoch, rank, masks, places, owners, rows)
+            else:
+                # Loaded before the barriers of `find`, which so hide the memory's latency.
+                values = quantizer.load(x, token, split)
+                self.find(token, experts, masks, places, owners, rows)
+                quantizer.encode(values, split, stage)
+                cute.arch.sync_threads()
+                words = quantizer.words(stage)
+                self.push_record(words, token, split, peers, epoch, rank, masks, places, owners, rows)
 
     @cute.jit
     def count(self, ids: Int64, live: Int32, counted: cute.Tensor, experts: cute.Tensor, masks: cute.Tensor) -> None:
@@ -107,16 +123,20 @@ class PacketSender:
             if lane == 0:
                 rows[to] = before
 
+    def words(self, x: Any, scales: Any, token: Any, split: Any) -> list[list[Any]]:
+        """Of each of this thread's packets of a part."""
+        numbers = [self.tiling.packet(split, cute.arch.thread_idx()[0], i) for i in range(self.tiling.turns)]
+        return [[self.word(x, scales, token, 3 * number + i) for i in range(PACKET_WORDS)] for number in numbers]
+
     @cute.jit
     def push_record(
-        self, x: Int64, scales: Int64, token: Int32, split: Int32, peers: Int64, epoch: Uint32, rank: Int32,
+        self, words: list[Any], token: Int32, split: Int32, peers: Int64, epoch: Uint32, rank: Int32,
         masks: cute.Tensor, places: cute.Tensor, owners: cute.Tensor, rows: cute.Tensor,
     ) -> None:  # fmt: skip
         """One part of a record to all its destinations; the first part has the meta too."""
         layout, tiling, thread = self.layout, self.tiling, cute.arch.thread_idx()[0]
         numbers = [tiling.packet(split, thread, i) for i in range(tiling.turns)]
         inside = [tiling.inside(split, thread, i) for i in range(tiling.turns)]
-        words = [[self.word(x, scales, token, 3 * number + i) for i in range(PACKET_WORDS)] for number in numbers]
         mask = Uint32(masks[token])
         area = layout.start("record_packets") + (copy_of(epoch, layout.copies) * layout.ranks + rank) * (
             layout.source_packet_bytes

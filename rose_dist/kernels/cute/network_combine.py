@@ -11,7 +11,7 @@ from rose_dist.kernels.cute.exchange_send import PacketSender
 from rose_dist.kernels.cute.expert_slots import shared_integers
 from rose_dist.kernels.cute.network_parts import load_words, message_at, place_of, signal_at, signal_of, wait_signal
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, const_expr, cute
-from rose_dist.kernels.exchange_layout import HEADER_WORDS
+from rose_dist.kernels.exchange_layout import HEADER_WORDS, ROWS
 from rose_dist.kernels.exchange_tiling import PacketTiling
 from rose_dist.kernels.network_layout import RECORDS, NetworkLayout
 from rose_dist.kernels.peer_regions import NETWORK_RESULT_STAGE, PACKET_BYTES, PACKET_WORDS
@@ -48,7 +48,7 @@ class SendResults(nvshmem.NetworkKernel):
         for item in range(cute.arch.block_idx()[0], far_count * layout.result_messages, cute.arch.grid_dim()[0]):
             source, message = vector.scalar(far + Int64(item % far_count) * 4, Int32)[0], item // far_count
             header = sources + Int64(source) * (4 * HEADER_WORDS)
-            plain = vector.scalar(header + 8, Int32)[0] == 1
+            plain = vector.scalar(header + 8, Int32)[0] == ROWS
             begin = message * RECORDS
             records = vector.min_of(vector.scalar(header, Int32)[0] - begin, Int32(RECORDS))
             due = records > 0
@@ -58,7 +58,7 @@ class SendResults(nvshmem.NetworkKernel):
                     due = message * RECORDS < vector.scalar(header + 4, Int32)[0]
                     begin, records = run >> 8, run & 255
             if due:
-                first = Int64(source) * exchange.max_tokens + begin
+                first = Int64(source) * exchange.max_records + begin
                 pairs = records * exchange.top_k
                 self.choose(slots + first * (4 * exchange.top_k), pairs, chosen, total)
                 place = place_of(layout, "result", epoch, source, message)
@@ -140,7 +140,7 @@ class LandResults(jit.Kernel):
             shared_integers(exchange.packet_tokens * exchange.top_k),
             shared_integers(exchange.packet_tokens),
         )
-        PacketSender(exchange, self.tiling).count(ids, live, counted, experts, masks)
+        PacketSender(self.arch, exchange, self.tiling).count(ids, live, counted, experts, masks)
         alive = Boolean(True)
         for item in range(cute.arch.block_idx()[0], far_count * layout.result_messages, cute.arch.grid_dim()[0]):
             peer, message = vector.scalar(far + Int64(item % far_count) * 4, Int32)[0], item // far_count
@@ -213,4 +213,4 @@ class LandResultRows(jit.Kernel):
             cute.arch.sync_threads()
             if (cute.arch.thread_idx()[0] == 0) & alive:
                 # For the launch that follows, which sees all of this one's writes.
-                ptx.store_relaxed(flags + (Int64(peer) * exchange.chunks + chunk) * 4, epoch, "sys")
+                ptx.store_relaxed(flags + (Int64(peer) * exchange.max_records + chunk) * 4, epoch, "sys")

@@ -11,7 +11,7 @@ from rose_dist.kernels.cute.exchange_send import PacketSender
 from rose_dist.kernels.cute.expert_slots import shared_integers
 from rose_dist.kernels.cute.network_parts import load_words, message_at, place_of, signal_at, signal_of, wait_signal
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, cute
-from rose_dist.kernels.exchange_layout import HEADER_WORDS
+from rose_dist.kernels.exchange_layout import HEADER_WORDS, PACKETS
 from rose_dist.kernels.exchange_tiling import PacketTiling
 from rose_dist.kernels.network_layout import RECORDS, NetworkLayout
 from rose_dist.kernels.peer_regions import NETWORK_RECORD_STAGE, PACKET_BYTES, PACKET_WORDS
@@ -30,6 +30,10 @@ class SendRecords(nvshmem.NetworkKernel):
     def tiling(self) -> PacketTiling:
         return PacketTiling(self.layout.exchange.data_packets, 1024)
 
+    @property
+    def sender(self) -> PacketSender:
+        return PacketSender(self.arch, self.layout.exchange, self.tiling)
+
     @cute.jit
     def __call__(
         self, x: Int64, scales: Int64, ids: Int64, live_rows: Int64, far: Int64, far_count: Int32, network: Int64,
@@ -47,7 +51,7 @@ class SendRecords(nvshmem.NetworkKernel):
         self, x: Int64, scales: Int64, ids: Int64, live_rows: Int64, far: Int64, far_count: Int32, network: Int64,
         send_state: Int64, rank: Int32, tokens: Int32,
     ) -> None:  # fmt: skip
-        exchange, sender = self.layout.exchange, PacketSender(self.layout.exchange, self.tiling)
+        exchange, sender = self.layout.exchange, self.sender
         live, epoch = vector.live_rows(live_rows, tokens), packets.current_epoch(send_state)
         counted = shared_integers(exchange.experts + exchange.ranks)
         experts, masks = (
@@ -101,13 +105,13 @@ class SendRecords(nvshmem.NetworkKernel):
     def write_header(self, counted: cute.Tensor, to: Int32, live: Int32, message: Int64) -> None:
         exchange = self.layout.exchange
         for at in range(cute.arch.thread_idx()[0], HEADER_WORDS + exchange.width, self.tiling.threads):
-            vector.scalar(message + Int64(at) * 4, Uint32)[0] = header_word(exchange, counted, to, at, live, 0)
+            vector.scalar(message + Int64(at) * 4, Uint32)[0] = header_word(exchange, counted, to, at, live, PACKETS)
 
     @cute.jit
     def write_record(
         self, x: Int64, scales: Int64, token: Int32, to: Int32, places: cute.Tensor, owners: cute.Tensor, record: Int64
     ) -> None:
-        exchange, sender = self.layout.exchange, PacketSender(self.layout.exchange, self.tiling)
+        exchange, sender = self.layout.exchange, self.sender
         thread, threads = cute.arch.thread_idx()[0], self.tiling.threads
         for at in range(thread, exchange.meta_words, threads):
             vector.scalar(record + Int64(at) * 4, Uint32)[0] = sender.meta_word(token, to, at, places, owners)

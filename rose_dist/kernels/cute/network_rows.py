@@ -1,6 +1,6 @@
 """Dispatch of many tokens to ranks of other nodes: plain rows, put to where the receiver takes them.
 
-See `rose_dist.kernels.network_layout`; `PushRows` does the same over NVLink.
+See `rose_dist.kernels.network_layout`; `DispatchRows` does the same over NVLink.
 """
 
 from __future__ import annotations
@@ -10,18 +10,22 @@ from dataclasses import dataclass
 from rose_dist.kernels import nvshmem, vector
 from rose_dist.kernels.cute import packets
 from rose_dist.kernels.cute.exchange_parts import copy_of, header_word
-from rose_dist.kernels.cute.exchange_rows import THREADS, PushRows
+from rose_dist.kernels.cute.exchange_push import RowPusher
+from rose_dist.kernels.cute.exchange_rows import THREADS
 from rose_dist.kernels.cute.expert_slots import shared_integers
 from rose_dist.kernels.cute.network_parts import message_at, place_of, signal_at, signal_of
 from rose_dist.kernels.dsl import Int32, Int64, Stream, Uint32, cute
-from rose_dist.kernels.exchange_layout import CHUNK, HEADER_WORDS
+from rose_dist.kernels.exchange_layout import HEADER_WORDS, ROWS, ExchangeLayout
 from rose_dist.kernels.network_layout import NetworkLayout
-from rose_dist.kernels.variants import WARP
 
 
 @dataclass(frozen=True)
-class SendRows(nvshmem.NetworkKernel, PushRows):
-    """A block a chunk; the first one sends the headers too. It counts no exchange: `PushRows`, which follows, does."""
+class SendRows(nvshmem.NetworkKernel):
+    """A block a chunk at a time; the first one sends the headers too. It counts no exchange: `DispatchRows`, which
+    follows, does.
+    """
+
+    layout: ExchangeLayout
 
     @property
     def network_layout(self) -> NetworkLayout:
@@ -29,44 +33,42 @@ class SendRows(nvshmem.NetworkKernel, PushRows):
 
     @cute.jit
     def __call__(
-        self, x: Int64, scales: Int64, ids: Int64, live_rows: Int64, slots: Int64, counts: Int64, offsets: Int64,
-        records: Int64, record_counts: Int64, record_offsets: Int64, outboxes: Int64, far: Int64, far_count: Int32,
-        network: Int64, own: Int64, state: Int64, rank: Int32, tokens: Int32, blocks: Int32, stream: Stream,
+        self, x: Int64, scales: Int64, ids: Int64, live_rows: Int64, numbers: Int64, counts: Int64, offsets: Int64,
+        outboxes: Int64, far: Int64, far_count: Int32, network: Int64, own: Int64, state: Int64, rank: Int32,
+        tokens: Int32, blocks: Int32, stream: Stream,
     ) -> None:  # fmt: skip
-        """Arguments as for `PushRows` and `SendRecords`; own: this rank's exchange region; outboxes: int64 [ranks], for
-        ranks of other nodes what stands for a peer's region: an address such that its part for this source is the row
-        outbox for that rank; 0 for the others.
+        """Arguments as for `DispatchRows` and `SendRecords`; own: this rank's exchange region; outboxes: int64 [ranks],
+        for ranks of other nodes what stands for a peer's region: an address such that its part for this source is the
+        row outbox for that rank; 0 for the others.
         """
         self.kernel(
-            x, scales, ids, live_rows, slots, counts, offsets, records, record_counts, record_offsets, outboxes, far,
-            far_count, network, own, state, rank, tokens,
+            x, scales, ids, live_rows, numbers, counts, offsets, outboxes, far, far_count, network, own, state, rank,
+            tokens,
         ).launch(grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
     def kernel(
-        self, x: Int64, scales: Int64, ids: Int64, live_rows: Int64, slots: Int64, counts: Int64, offsets: Int64,
-        records: Int64, record_counts: Int64, record_offsets: Int64, outboxes: Int64, far: Int64, far_count: Int32,
-        network: Int64, own: Int64, state: Int64, rank: Int32, tokens: Int32,
+        self, x: Int64, scales: Int64, ids: Int64, live_rows: Int64, numbers: Int64, counts: Int64, offsets: Int64,
+        outboxes: Int64, far: Int64, far_count: Int32, network: Int64, own: Int64, state: Int64, rank: Int32,
+        tokens: Int32,
     ) -> None:  # fmt: skip
-        layout, chunk, thread = self.layout, cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
-        counted = shared_integers(layout.experts + layout.ranks)
-        rows, runs = shared_integers(CHUNK * layout.ranks), shared_integers(layout.ranks)
+        layout, block, thread = self.layout, cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
+        pusher = RowPusher(layout, THREADS)
+        counted, masks = shared_integers(layout.experts + layout.ranks), shared_integers(layout.chunk)
+        runs = shared_integers(layout.ranks)
         live, epoch = vector.live_rows(live_rows, tokens), packets.current_epoch(state)
-        if chunk == 0:
-            self.load_counts(counts, record_counts, counted)
+        if block == 0:
+            pusher.load_counts(counts, counted)
             for number in range(far_count):
                 to = vector.scalar(far + Int64(number) * 4, Int32)[0]
                 self.send_header(counted, to, live, network, rank, epoch)
-        for at in range(thread, CHUNK * layout.ranks, THREADS):
-            rows[at] = Int32(-1)
-        cute.arch.sync_threads()
-        token = chunk * CHUNK + thread // WARP
-        if token < live:
-            self.push(x, scales, ids, slots, offsets, records, record_offsets, outboxes, rank, token, epoch, rows)
-        cute.arch.sync_threads()
-        if chunk * CHUNK < live:
+        for chunk in range(block, (live + (layout.chunk - 1)) // layout.chunk, cute.arch.grid_dim()[0]):
+            cute.arch.sync_threads()
+            pusher.find_destinations(ids, chunk, live, masks, Int32(0))
+            cute.arch.sync_threads()
+            pusher.push_tokens(x, scales, ids, numbers, offsets, outboxes, rank, chunk, live, epoch, masks, Int32(0))
             if thread < layout.ranks:
-                runs[thread] = self.run_of(rows, thread)
+                runs[thread] = pusher.run(chunk, thread, masks, Int32(0))
             cute.arch.sync_threads()
             for number in range(far_count):
                 to = vector.scalar(far + Int64(number) * 4, Int32)[0]
@@ -80,24 +82,12 @@ class SendRows(nvshmem.NetworkKernel, PushRows):
         layout, names = self.network_layout, ("record", "outbox", "inbox")
         outbox = network + message_at(layout, names[0], names[1], place_of(layout, names[0], epoch, to, 0))
         for at in range(cute.arch.thread_idx()[0], HEADER_WORDS + self.layout.width, THREADS):
-            vector.scalar(outbox + Int64(at) * 4, Uint32)[0] = header_word(self.layout, counted, to, at, live, 1)
+            vector.scalar(outbox + Int64(at) * 4, Uint32)[0] = header_word(self.layout, counted, to, at, live, ROWS)
         place = place_of(layout, names[0], epoch, rank, 0)
         nvshmem.put_signal_block(
             self.arch, network + message_at(layout, names[0], names[2], place), outbox, layout.header_bytes,
             network + signal_at(layout, names[0], place), signal_of(Int32(0), epoch), to,
         )  # fmt: skip
-
-    @cute.jit
-    def run_of(self, rows: cute.Tensor, to: Int32) -> Int32:
-        """A chunk's run of records for a rank, as `runs` has it."""
-        first, count = Int32(0), Int32(0)
-        for token in range(CHUNK):
-            row = rows[token * self.layout.ranks + to]
-            if row >= 0:
-                if count == 0:
-                    first = row
-                count += 1
-        return first << 8 | count
 
     @cute.jit
     def send_chunk(

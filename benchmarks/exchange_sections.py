@@ -1,0 +1,327 @@
+"""What exchange.py measures: a rank's part of every section."""
+
+from __future__ import annotations
+
+import functools
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.all_to_all_ranks import ALIGN_CYCLES, CHECK_SPIN, Control, memory_of
+from benchmarks.exchange_layers import BF16, MODELS, Inputs, Layer, Model, varied
+from benchmarks.graphs import captured, time_call
+from rose_dist.kernels import jit
+from rose_dist.kernels.arch import Arch, device_info
+from rose_dist.kernels.exchange_kernels import ExchangeKernels
+from rose_dist.kernels.exchange_order import order_kernel
+from rose_dist.kernels.expert_slots import PackedLayout
+from rose_dist.kernels.formats import FP8
+from rose_dist.kernels.quantize import quantize
+from rose_dist.kernels.sync import WaitExpiredError
+
+TOKENS = (1, 8, 32, 64, 128, 4096)
+CHECKED = (1, 7, 64, 128, 600)
+REPLAYS = 1024
+STEPS = 512
+CHAINED = (1, 8, 64, 128)
+FORMS = (16, 32, 64, 128, 256)
+SECTIONS = ("checks", "times", "chain", "dead")
+AS_PACKETS, AS_ROWS = {"most_result_packet_bytes": 1 << 40}, {"most_result_packet_bytes": 0}
+WIDER_CHUNKS = {"chunk": 16}
+VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {"forms": (AS_PACKETS, AS_ROWS), "prefill": ({}, WIDER_CHUNKS)}
+"""Layouts of each section; of the others, the usual one."""
+MOST_TOKENS = {"forms": max(FORMS), "dead": 8}
+"""That each section's layouts are built for."""
+SHARES = (0.17, 0.25, 0.33, 0.5)
+"""Of the blocks, that send."""
+HEAP = 10 << 30
+
+
+class Rank:
+    """One rank's part."""
+
+    def __init__(self, device: torch.device, models: list[Model], tokens: tuple[int, ...]) -> None:
+        self.control, self.device, self.models, self._tokens = Control(), device, models, tokens
+        self.rank, self.ranks = self.control.rank, self.control.size
+        self.sms = min(self.control.all_gather_objects(device_info(device.index).sms))
+        self.token = torch.zeros(1, device=device)
+        self._layers: dict[Any, Layer] = {}
+        self.rate = self.link_rate()
+
+    @functools.cached_property
+    def memory(self) -> Any:
+        """Collective at its first use."""
+        memory, name = memory_of(self.control, self.device, HEAP)
+        self.say(f"symmetric memory: {name}")
+        return memory
+
+    def say(self, value: Any) -> None:
+        if self.rank == 0:
+            print(value, flush=True)
+
+    def layer(self, model: Model, section: str, changes: dict[str, Any] | None = None) -> Layer:
+        """For as many tokens as the section may need. All are kept: their symmetric memory can't be given back."""
+        most, changes = MOST_TOKENS.get(section, max(TOKENS)), changes or {}
+        key = (model, most, *changes.items())
+        if key not in self._layers:
+            self._layers[key] = Layer(model, most, self.control, self.device, self.memory.take, self.sms, changes)
+        return self._layers[key]
+
+    def sizes(self, usual: tuple[int, ...]) -> tuple[int, ...]:
+        return self._tokens or usual
+
+    def align(self) -> None:
+        """On the stream: all GPUs get here at once, then wait for as long as their hosts need to send the graph."""
+        dist.all_reduce(self.token)
+        torch.cuda._sleep(ALIGN_CYCLES)
+
+    def time(self, call: Callable[[], Any], calls: int = 20) -> float | None:
+        """The slowest rank's median; None if it fails on any rank."""
+        try:
+            mine: float | None = time_call(call, calls=calls, replays=40, meet=self.align)
+        except Exception as error:
+            print(f"rank {self.rank}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            mine = None
+        values = self.control.all_gather_objects(mine)
+        return None if None in values else max(values)
+
+    def link_rate(self, size: int = 256 << 20) -> float:
+        """Bytes a microsecond of a copy to the next GPU while every GPU does so."""
+        source = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        target = torch.zeros(size, dtype=torch.uint8, device=torch.device("cuda", (self.rank + 1) % self.ranks))
+        torch.cuda.synchronize()
+        samples = []
+        for _ in range(12):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self.align()
+            begin.record()
+            target.copy_(source, non_blocking=True)
+            end.record()
+            end.synchronize()
+            samples.append(begin.elapsed_time(end) * 1e3)
+        rate = size / statistics.median(samples[2:])
+        return float(min(self.control.all_gather_objects(rate)))
+
+    # --- Checks -------------------------------------------------------------------------------------------------------
+
+    def checks(self, budget_s: float) -> list[dict[str, Any]]:
+        """Graph replays and eager halves with fresh routing, bounds and random delays, to the bit."""
+        rows = []
+        for model in self.models:
+            layer, sizes = self.layer(model, "checks"), self.sizes(CHECKED)
+            for tokens in sizes:
+                for name in ("one launch", "halves"):
+                    share = budget_s / len(self.models) / len(sizes) / 2
+                    rows.append(self.check(layer.resized(tokens), name, share))
+                    self.say(rows[-1])
+        return rows
+
+    def check(self, layer: Layer, name: str, budget_s: float) -> dict[str, Any]:
+        call = layer if name == "one launch" else layer.apart
+        graph = captured(call)
+        problem, start, count = "", time.perf_counter(), 0
+        while count < REPLAYS and not problem:
+            for _ in range(25):
+                everyone = layer.refill(count)
+                torch.cuda._sleep(int(torch.randint(CHECK_SPIN, ())))
+                graph.replay()
+                problem = problem or layer.wrong(everyone)
+                count += 1
+            layer.moe.check()
+            said = self.control.all_gather_objects((problem, time.perf_counter() - start > budget_s))
+            problem = next((text for text, _ in said if text), "")
+            if any(over for _, over in said):
+                break
+        line = {"model": layer.model.name, "tokens": layer.tokens, "how": name, "replays": count}
+        return line | {"wrong": problem or 0}
+
+    # --- Times --------------------------------------------------------------------------------------------------------
+
+    def times(self, budget_s: float) -> list[dict[str, Any]]:
+        del budget_s
+        rows = []
+        for model in self.models:
+            layer = self.layer(model, "times")
+            for tokens in self.sizes(TOKENS):
+                one = layer.resized(tokens)
+                line = self.line(one)
+                for name, call in self.others(one).items():
+                    line[name] = self.time(call, 20 if tokens <= 256 else 4)
+                rows.append(line)
+                self.say(line)
+                layer.moe.check()
+        return rows
+
+    def line(self, layer: Layer, how: str = "") -> dict[str, Any]:
+        calls = 20 if layer.tokens <= 256 else 4
+        halves = how == "halves"
+        floors = [max(self.control.all_gather_objects(size)) / self.rate for size in layer.moved()]
+        line: dict[str, Any] = {"model": layer.model.name, "tokens": layer.tokens}
+        dispatch = self.time(layer.halves if halves else layer.dispatch, calls)
+        pair = self.time(layer.exchange_halves if halves else layer.exchange, calls)
+        line |= {"dispatch us": dispatch, "combine us": None if None in (dispatch, pair) else pair - dispatch}  # type: ignore[operator]
+        line |= {"pair us": pair, "dispatch floor us": floors[0], "combine floor us": floors[1]}
+        if pair:
+            line["pair % of link rate"] = 100 * sum(floors) / pair
+            line["pair - 1.5 floors us"] = pair - 1.5 * sum(floors)
+        return line
+
+    def forms(self, budget_s: float) -> list[dict[str, Any]]:
+        """From where on results should come back as plain rows, and what it saves to quantise on the way."""
+        del budget_s
+        rows = []
+        for model in self.models:
+            for results, changes in zip(("packets", "plain rows"), VARIANTS["forms"], strict=True):
+                layer = self.layer(model, "forms", changes)
+                for tokens in self.sizes(FORMS):
+                    rows.append({"results": results} | self.line(layer.resized(tokens)))
+                    if model.fused and changes is AS_ROWS:
+                        rows[-1]["quantise us"] = self.time(
+                            functools.partial(quantize, layer.resized(tokens).inputs.x, FP8)
+                        )
+                    self.say(rows[-1])
+                    layer.moe.check()
+        return rows
+
+    def prefill(self, budget_s: float) -> list[dict[str, Any]]:
+        """What the overlap is worth, and how it is best shared out."""
+        del budget_s
+        rows = []
+        for model in self.models:
+            for changes in VARIANTS["prefill"]:
+                layer = self.layer(model, "prefill", changes)
+                exchange, chunk = layer.moe.exchange, layer.moe.layout.chunk
+                usual = exchange.pushers
+                for tokens in self.sizes((max(TOKENS),)):
+                    one = layer.resized(tokens)
+                    for share in (None, *SHARES):
+                        how = "halves" if share is None else f"{share:.0%} of the blocks send"
+                        if share is not None:
+                            exchange.pushers = (int(self.sms * share),) * 2
+                        rows.append({"chunk": chunk, "how": how} | self.line(one, how))
+                        self.say(rows[-1])
+                        layer.moe.check()
+                    exchange.pushers = usual
+        return rows
+
+    def others(self, layer: Layer) -> dict[str, Callable[[], Any]]:
+        """NCCL with rows of the same sizes: whole exchanges, but no ordering by expert and no weighting."""
+        model, tokens, ranks = layer.model, layer.tokens, self.ranks
+        x = layer.inputs.x.view(torch.uint8)
+        sent = x.repeat(ranks, 1)
+        received = torch.empty_like(sent)
+        results = torch.zeros(tokens * model.top_k, model.hidden, dtype=BF16, device=self.device)
+        results = results[: len(results) // ranks * ranks] if len(results) >= ranks else results.repeat(ranks, 1)
+        returned = torch.empty_like(results)
+        gathered = torch.zeros(ranks * tokens, model.hidden, dtype=BF16, device=self.device)
+        scattered = torch.zeros(tokens, model.hidden, dtype=BF16, device=self.device)
+
+        def all_to_all() -> None:
+            dist.all_to_all_single(received, sent)
+            dist.all_to_all_single(returned, results)
+
+        def gather_scatter() -> None:
+            dist.all_gather_into_tensor(received, x)
+            dist.reduce_scatter_tensor(scattered, gathered)
+
+        return {"NCCL all-to-all pair us": all_to_all, "NCCL gather + scatter us": gather_scatter}
+
+    def vdev(self, budget_s: float) -> list[dict[str, Any]]:
+        """torch's symmetric-memory dispatch (not its combine), a row a pair, in bf16."""
+        del budget_s
+        import torch.distributed._symmetric_memory as symmetric  # noqa: PLC0415
+
+        symmetric.set_backend("NVSHMEM")
+        operation, name = torch.ops.symm_mem.all_to_all_vdev_2d, dist.group.WORLD.group_name  # type: ignore[union-attr]
+        rows = []
+        for model in [model for model in self.models if not model.fp8]:
+            for tokens in self.sizes(TOKENS):
+                pairs, local = tokens * model.top_k, model.experts // self.ranks
+                x = symmetric.empty(pairs, model.hidden, dtype=BF16, device=self.device)
+                out = symmetric.empty(pairs * self.ranks, model.hidden, dtype=BF16, device=self.device)
+                splits = symmetric.empty(model.experts, dtype=torch.int64, device=self.device)
+                both = symmetric.empty(2, self.ranks * local, dtype=torch.int64, device=self.device)
+                for tensor in (x, out, splits, both):
+                    symmetric.rendezvous(tensor, name)
+                ids = Inputs.of(model, tokens, self.rank, 0, self.device, whole=True).ids
+                splits.copy_(torch.bincount(ids.flatten().long(), minlength=model.experts))
+                call = functools.partial(operation, x, out, splits, both, name)
+                line = {"model": model.name, "tokens": tokens, "dispatch us": self.time(call)}
+                rows.append(line)
+                self.say(line)
+        return rows
+
+    # --- A free-running chain -----------------------------------------------------------------------------------------
+
+    def chain(self, budget_s: float) -> list[dict[str, Any]]:
+        """Dispatch, a copy in place of the experts, combine: step after step with nothing that aligns the ranks."""
+        del budget_s
+        rows = []
+        for model in self.models:
+            for tokens in self.sizes(CHAINED):
+                layer = self.layer(model, "chain").resized(tokens)
+                graph = captured(layer)
+                self.control.meet()
+                events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
+                torch.cuda._sleep(50 * ALIGN_CYCLES)  # the host gets ahead
+                for event in events[:-1]:
+                    event.record()
+                    graph.replay()
+                events[-1].record()
+                torch.cuda.synchronize()
+                layer.moe.check()
+                steps = sorted(a.elapsed_time(b) * 1e3 for a, b in pairwise(events[16:]))
+                said = self.control.all_gather_objects((statistics.median(steps), steps[int(len(steps) * 0.99)]))
+                p50, p99 = (max(values) for values in zip(*said, strict=True))
+                rows.append({
+                    "model": model.name, "tokens": tokens, "steps": STEPS, "p50 us": p50, "p99 us": p99,
+                    "p99 / p50": p99 / p50,
+                })  # fmt: skip
+                self.say(rows[-1])
+        return rows
+
+    def dead(self, budget_s: float) -> str:
+        """The last rank misses a dispatch: the others must say so, and soon. Nothing may follow on that layer."""
+        del budget_s
+        layer = self.layer(MODELS[0], "dead")
+        layer.moe.exchange._wait = (layer.moe.exchange.report.address, 300_000_000, self.rank)
+        layer()
+        torch.cuda.synchronize()
+        self.control.meet()
+        message, seconds = "", 0.0
+        if self.rank < self.ranks - 1:
+            start = time.perf_counter()
+            layer.dispatch()
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - start
+            try:
+                layer.moe.check()
+            except WaitExpiredError as error:
+                message = str(error)
+        said = self.control.all_gather_objects((message, seconds))
+        missed = [rank for rank, (text, _) in enumerate(said[:-1]) if not text]
+        return f"NOT NOTICED by ranks {missed}" if missed else f"{said[0][0]} (after {said[0][1]:.2f} s)"
+
+
+def build_kernels(arch: Arch, sections: Iterable[str], models: list[Model], ranks: int) -> int:
+    """All that the sections' layers load, compiled to disk by as many processes as there are cores; their number."""
+    kernels: dict[jit.Kernel, None] = {}
+    for section in sections:
+        for model in {"dead": [MODELS[0]], "vdev": []}.get(section, models):
+            config = model.config(MOST_TOKENS.get(section, max(TOKENS)))
+            for changes in VARIANTS.get(section, ({},)):
+                layout = varied(config, ranks, 1, changes)
+                kernels |= dict.fromkeys(ExchangeKernels(arch, layout, PackedLayout(), config.expert_dtype).usual())
+                if layout.has_rows:
+                    kernels[order_kernel(arch, layout)] = None
+    context = torch.multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max(1, min(os.cpu_count() or 1, len(kernels))), context) as pool:
+        list(pool.map(jit.build, kernels, chunksize=2))
+    return len(kernels)
