@@ -59,6 +59,7 @@ def combine(
         )  # fmt: skip
 
 
+@checks.once
 def _check(
     rows: Tensor, slots: Tensor, weights: Tensor, out: Tensor, tokens: int, ids: Tensor | None, bias: Tensor | None,
     live_rows: Tensor | None,

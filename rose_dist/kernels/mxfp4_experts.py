@@ -74,6 +74,7 @@ def expert_linear(
     return out
 
 
+@checks.once
 def tiling(weight: PackedMxfp4, shape: StreamShape) -> StreamTiling:
     """`shape` for a weight's columns. Raises `KernelArgumentError` where a block's shared memory can't hold it."""
     result = stream(shape, weight.columns // BLOCK, TILE_BYTES)
@@ -148,6 +149,7 @@ def launch_gemm(
     )
 
 
+@checks.once
 def _check(x: Tensor, weight: PackedMxfp4, bias: Tensor | None, rows: ExpertRows) -> None:
     experts = weight.experts
     checks.shape("x", x, None, weight.columns)

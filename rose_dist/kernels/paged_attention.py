@@ -149,6 +149,7 @@ def _reference(
     return out
 
 
+@checks.once
 def _check_heads(q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> tuple[int, int, int, int]:
     """Requests, query heads, head_dim and key heads."""
     checks.shape("q", q, None, None, None)
@@ -196,6 +197,7 @@ def check_window(window: int | None) -> None:
         raise checks.fail("window", f"is {window}; must be at least 1, or None")
 
 
+@checks.once
 def _check_tables(
     q: Tensor, tables: Tensor, first: Tensor | None, lengths: Tensor, rows: Tensor | None, block_size: int,
     window: int | None,
@@ -217,6 +219,7 @@ def _check_tables(
     check_window(window)
 
 
+@checks.once
 def _check_out(out: Tensor, q: Tensor) -> None:
     checks.shape("out", out, *q.shape)
     checks.dtype("out", out, q.dtype)
@@ -224,6 +227,7 @@ def _check_out(out: Tensor, q: Tensor) -> None:
     checks.dense("out", out)
 
 
+@checks.once
 def _check_workspace(workspace: DecodeWorkspace, q: Tensor, key_heads: int) -> None:
     requests, query_heads, head_dim = q.shape
     rows = 8 if query_heads // key_heads <= 8 else 16

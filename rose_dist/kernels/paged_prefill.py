@@ -111,6 +111,7 @@ def _flash_on_cpu(
     return attended, lse
 
 
+@checks.once
 def _check(
     q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, query_starts: Tensor, key_starts: Tensor,
     sinks: Tensor | None, most_queries: int, most_keys: int, window: int | None,

@@ -184,6 +184,7 @@ def _cache_shape(cache: PagedCache | None) -> tuple[int, tuple[int, int, int]]:
     return keys.shape[1], (keys.stride(0), keys.stride(1), keys.stride(2))
 
 
+@checks.once
 def _check(
     q: Tensor, k: Tensor, v: Tensor | None, cache: PagedCache | None, cos: Tensor | None, sin: Tensor | None,
     positions: Tensor | None, norm: tuple[Tensor, Tensor, float] | None,

@@ -129,6 +129,7 @@ def _launch(
     )  # fmt: skip
 
 
+@checks.once
 def _check(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor | None) -> None:
     checks.shape("x", x, None, None)
     checks.dtype("x", x, torch.bfloat16, torch.float16, torch.float32)
