@@ -1,8 +1,6 @@
 """Causal attention of chunks of several sequences over a paged KV cache, with sinks and a sliding window.
 
-Flash attention leaves the sink out. Its log-sum-exp puts it in afterwards: the weights of the keys alone sum to
-exp(lse), with the sink to exp(lse) + exp(sink), so the result shrinks by exp(lse) / (exp(lse) + exp(sink)) =
-sigmoid(lse − sink).
+Flash attention leaves the sink out; its log-sum-exp puts it in afterwards (`attention_sinks`).
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rose_dist.kernels import checks
+from rose_dist.kernels.attention_sinks import apply_sinks
 from rose_dist.kernels.paged_attention import check_cache, check_sinks, check_window
 
 
@@ -43,9 +42,7 @@ def prefill(
     _check(q, keys, values, slots, query_starts, key_starts, sinks, most_queries, most_keys, window)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    checks.shape("out", out, *q.shape)
-    checks.dtype("out", out, q.dtype)
-    checks.same_device("out", out, q.device)
+    _check_out(q, out)
     if q.shape[0] == 0:
         return out
     k, v = _gather(keys, slots, q.dtype), _gather(values, slots, q.dtype)
@@ -53,8 +50,16 @@ def prefill(
     attended, lse = flash(q, k, v, query_starts, key_starts, most_queries, most_keys, window, scale * key_scale)
     if sinks is None:
         return torch.mul(attended, value_scale, out=out)
-    share = torch.sigmoid(lse.t() - sinks) * value_scale
-    return torch.mul(attended, share[..., None], out=out)
+    apply_sinks(attended, lse, sinks, out, value_scale)
+    return out
+
+
+@checks.once
+def _check_out(q: Tensor, out: Tensor) -> None:
+    checks.shape("out", out, *q.shape)
+    checks.dtype("out", out, q.dtype)
+    checks.same_device("out", out, q.device)
+    checks.dense("out", out)
 
 
 def _gather(stored: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:

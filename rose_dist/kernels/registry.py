@@ -11,6 +11,7 @@ from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute.all_reduce_multicast import Multicast
 from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
 from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
+from rose_dist.kernels.cute.attention_sinks import ApplySinks
 from rose_dist.kernels.cute.embedding import Embed
 from rose_dist.kernels.cute.exchange_combine import ExchangeCombine
 from rose_dist.kernels.cute.exchange_dispatch import ExchangeDispatch
@@ -205,6 +206,8 @@ def _attention(arch: Arch) -> Iterator[Kernel]:
         for wide_group in (False, True):
             for cache_dtype in (torch.bfloat16, torch.float8_e4m3fn):
                 yield DecodeAttention(arch, torch.bfloat16, cache_dtype, head_dim, wide_group, block_tiles=1)
+    for heads, head_dim in ((64, 64), (8, 64), (16, 128)):
+        yield ApplySinks(arch, torch.bfloat16, heads, head_dim, arch.vector_bytes)
 
 
 def _mxfp4_experts(arch: Arch) -> Iterator[Kernel]:

@@ -82,6 +82,14 @@ def route(
         counts: whether to count tokens an expert.
         live_rows: int32 [1]; tokens from there on are dead.
     """
+    _check(logits, router, bias, live_rows)
+    return _launch(logits, router, bias, counts, live_rows) if logits.is_cuda else reference(
+        logits, router, bias=bias, counts=counts, live_rows=live_rows
+    )  # fmt: skip
+
+
+@checks.once
+def _check(logits: Tensor, router: Router, bias: Tensor | None, live_rows: Tensor | None) -> None:
     checks.shape("logits", logits, None, None)
     router.check(logits.shape[1])
     if bias is not None:
@@ -90,9 +98,10 @@ def route(
         checks.same_device("bias", bias, logits.device)
         if router.score is not Score.SIGMOID:
             raise checks.fail("bias", "is only for sigmoid scores")
-    return _launch(logits, router, bias, counts, live_rows) if logits.is_cuda else reference(
-        logits, router, bias=bias, counts=counts, live_rows=live_rows
-    )  # fmt: skip
+    if logits.is_cuda:
+        checks.dtype("logits", logits, torch.float32, torch.bfloat16, torch.float16)
+        checks.rows("logits", logits, align=logits.element_size())
+        checks.live_rows(live_rows, logits.device)
 
 
 def reference(
@@ -128,9 +137,6 @@ def reference(
 
 
 def _launch(logits: Tensor, router: Router, bias: Tensor | None, counts: bool, live_rows: Tensor | None) -> Routing:
-    checks.dtype("logits", logits, torch.float32, torch.bfloat16, torch.float16)
-    checks.rows("logits", logits, align=logits.element_size())
-    checks.live_rows(live_rows, logits.device)
     tokens, experts = logits.shape
     ids = torch.empty(tokens, router.k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, router.k, dtype=torch.float32, device=logits.device)
