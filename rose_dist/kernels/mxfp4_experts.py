@@ -74,7 +74,6 @@ def expert_linear(
     return out
 
 
-@checks.once
 def tiling(weight: PackedMxfp4, shape: StreamShape) -> StreamTiling:
     """`shape` for a weight's columns. Raises `KernelArgumentError` where a block's shared memory can't hold it."""
     result = stream(shape, weight.columns // BLOCK, TILE_BYTES)
