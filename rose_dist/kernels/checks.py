@@ -26,7 +26,8 @@ def once(check: Callable[P, R]) -> Callable[P, R]:
     """Makes a check that goes by the form of its arguments alone, not by tensors' values, only once for each form: a
     model's layers and steps come with the same few forms, and a check takes longer than a launch.
 
-    What it returns, such as the kernel for the form, is remembered too; `cache_clear` forgets. Arguments are tensors, hashable values, and tuples and dataclasses of such.
+    What it returns, such as the kernel for the form, is remembered too; `cache_clear` forgets. Arguments are tensors,
+    hashable values, and tuples and dataclasses of such.
     """
     known: dict[Any, R] = {}
 

@@ -94,7 +94,7 @@ def route(
 
 def _without_ties(logits: Tensor, router: Router) -> Routing | None:
     """`reference` in a third of the time; None where equal logits or a NaN need its order."""
-    tokens, experts = logits.shape
+    experts = logits.shape[1]
     router.check(experts)
     values, ids = torch.topk(logits.float(), min(router.k + 1, experts))
     if not all(a > b for row in values.tolist() for a, b in pairwise(row)):

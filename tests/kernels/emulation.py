@@ -62,7 +62,7 @@ def prepared() -> Iterator[Any]:
     """The functions that remember forms of arguments, and kernels for them."""
     for name, module in list(sys.modules.items()):
         if name.startswith("rose_dist.kernels.") and "cute" not in name:
-            yield from (f for f in vars(module).values() if getattr(f, "cache_clear", None) and hasattr(f, "__wrapped__"))
+            yield from (function for function in vars(module).values() if hasattr(function, "cache_clear"))
 
 
 def stream() -> CUstream:
