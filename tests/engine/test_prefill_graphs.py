@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from rose_dist.comm.layout import Layout
 from rose_dist.comm.world import World
 from rose_dist.engine import prefill_graphs
 from rose_dist.engine.config import prefill_ladder_for
+from rose_dist.engine.engine import Engine
 from rose_dist.engine.prefill_graphs import Place, PrefillGraphs
 from rose_dist.engine.runner import ModelRunner
 from rose_dist.engine.step import SequenceStep, Step
@@ -114,6 +116,26 @@ def test_prefill_and_mixed_steps_are_those_of_the_cpu(tmp_path: Path, monkeypatc
         assert_alike(runner.run(step), wanted)
     chosen = [expert_map.load.as_subclass(torch.Tensor).sum() for expert_map in runner.model.model.expert_maps]
     assert sum(chosen) == sum(step.token_count for step in steps) * 2 * CONFIG["num_hidden_layers"]
+
+
+@pytest.mark.gpu(1)
+@torch.inference_mode()
+def test_on_a_gpu_steps_are_those_without_graphs(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    write_random_checkpoint(CONFIG, tmp_path)
+    groups = World.join().groups(Layout.of(1))
+    plain, graphed = (
+        Engine.load(
+            replace(SIZES, model=tmp_path, device=torch.device("cuda", 0), moe_weights="mxfp4", prefill_ladder=ladder),
+            groups,
+        ).runner
+        for ladder in ((), (12, 16, 32))
+    )
+    for tokens, decodes in ((16, 0), (7, 3), (30, 2), (12, 1)):
+        decoding = [SequenceStep([9], 3, [(0, [i]), (0, [i])], True) for i in range(decodes)]
+        step = Step([*decoding, SequenceStep(list(range(tokens)), 0, [(0, [5, 6]), (0, [7, 8])], True)])
+        assert_alike(graphed.run(step), plain.run(step))
 
 
 def test_a_place_is_the_tensor_there() -> None:
