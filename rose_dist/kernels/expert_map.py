@@ -28,10 +28,9 @@ def map_experts(
     Returns:
         int32 [tokens, top_k], slots.
     """
-    if not ids.is_cuda:
-        return reference(ids, load, table, turn, live_rows)
     _check(ids, load, table, live_rows)
-    return _launch(ids, load, table, turn, live_rows)
+    mapped = _launch if ids.is_cuda else reference
+    return mapped(ids, load, table, turn, live_rows)
 
 
 @checks.once
