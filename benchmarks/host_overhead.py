@@ -5,7 +5,8 @@
 Microseconds a layer: the difference of models of two depths, so that what a step does once falls out. On a GPU nothing
 is waited for within a pass: the time is that of the calls alone. Without one a tiny model's tensors pass for a GPU's,
 launches of kernels end before the driver, and torch's operations run on the CPU, but for matrix products and flash
-attention, which are left out: each then lacks a launch's 2 to 3 us, and these their library's share.
+attention, which are left out: each then lacks a launch's 2 to 3 us, and these their library's share. A GPU also prints
+what a layer costs in prefill graphs.
 Weights are random, experts few: neither changes what the host does.
 """
 
@@ -36,6 +37,7 @@ from rose_dist.comm.layout import Layout
 from rose_dist.comm.world import World
 from rose_dist.engine.config import EngineConfig
 from rose_dist.engine.paged_planner import PagedPlanner
+from rose_dist.engine.prefill_graphs import PrefillGraphs
 from rose_dist.engine.runner import ModelRunner
 from rose_dist.engine.step import SequenceStep, Step
 from rose_dist.kernels import jit, launch, paged_prefill
@@ -150,6 +152,17 @@ class Pass:
     def __call__(self) -> None:
         self.model(self.batch)
 
+    def graphed(self) -> Callable[[], None]:
+        """The same step by prefill graphs, captured here."""
+        graphs = PrefillGraphs(self.model, self.runner.storages, (self.step.token_count,))
+        graphs.capture()
+
+        @torch.inference_mode()
+        def run() -> None:
+            graphs.run(self.batch)
+
+        return run
+
     @torch.inference_mode()
     def plan(self) -> None:
         self.runner._batch(self.step)
@@ -186,6 +199,9 @@ def measure(device: torch.device, tokens: int, decodes: int, launched: list[str]
         "us besides": first - DEPTHS[0] * (second - first) / layers, "us to plan": micros(shallow.plan, synchronise),
         "torch operations a layer": sum(counts.values()) / layers,
     }  # fmt: skip
+    if device.type == "cuda":
+        first, second = (micros(step.graphed(), synchronise) for step in (shallow, deep))
+        row["us a layer with prefill graphs"] = (second - first) / layers
     print(", ".join(f"{name} {n / layers:g}" for name, n in counts.most_common() if n))
     if device.type == "cpu":
         launched.clear()
