@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
-from functools import cache
 from typing import Generic, TypeVar
 
 WARP = 32
@@ -236,7 +235,6 @@ class StreamTiling:
         return self.parts % self.warps
 
 
-@cache
 def stream(shape: StreamShape, columns: int, tile_bytes: int) -> StreamTiling:
     """`shape` applied to matrices of `columns` scale blocks a row: warps and steps are the largest divisors."""
     warps = _divisor(columns, shape.warps)
@@ -329,7 +327,6 @@ EXPERT_GEMM_ROWS = 40
 """Rows of the largest expert from which on `gemm`'s kernel serves: 24 on average, if they are spread at random."""
 
 
-@cache
 def gemm(columns: int, tile_bytes: int) -> GemmTiling:
     """The tiling for matrices of `columns` scale blocks a row."""
     return GemmTiling(
