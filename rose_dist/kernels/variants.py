@@ -1,8 +1,6 @@
 """Which shape of a kernel serves which amount of work: pure data and arithmetic, no GPU needed.
 
-A row kernel gives each row to `threads_per_row` threads that take some vectors each. With few rows the GPU is
-mostly empty and one launch is latency, so a row is spread as widely as it goes. With many rows bandwidth counts: a
-thread issues several loads before it uses the first, and blocks are small so that their stages interleave.
+Kernels that work row by row: `row_tiling.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 WARP = 32
-MAX_THREADS = 1024
 V = TypeVar("V")
 
 
@@ -32,71 +29,6 @@ class Ranges(Generic[V]):
     def select(self, size: int) -> V:
         """The variant for `size` ≥ 0."""
         return self.variants[bisect_right(self.starts, size) - 1]
-
-
-@dataclass(frozen=True)
-class RowShape:
-    """How rows are spread, before the row's length is known."""
-
-    bytes: int
-    """Bytes a thread should have in flight; at least one vector."""
-    threads: int
-    """Threads a block should have; a long row takes more."""
-
-
-@dataclass(frozen=True)
-class RowTiling:
-    """How one kernel spreads rows of `row_vectors` vectors."""
-
-    row_vectors: int
-    threads_per_row: int
-    rows_per_block: int
-
-    @property
-    def vectors(self) -> int:
-        """Vectors a thread takes, the last possibly beyond the row."""
-        return -(-self.row_vectors // self.threads_per_row)
-
-    @property
-    def threads(self) -> int:
-        """Threads a block."""
-        return self.threads_per_row * self.rows_per_block
-
-    def __str__(self) -> str:
-        return f"{self.rows_per_block}x{self.threads_per_row}x{self.vectors}"
-
-
-ROW_SHAPES = Ranges(
-    # Rows for every SM. Up to 8 the launch is latency; from there on it streams.
-    (0, 1, 8),
-    (RowShape(bytes=16, threads=32), RowShape(bytes=16, threads=128), RowShape(bytes=64, threads=128)),
-)
-
-
-ACTIVATION_SHAPES = Ranges(
-    (0, 1, 8), (RowShape(bytes=32, threads=32), RowShape(bytes=32, threads=128), RowShape(bytes=128, threads=128))
-)
-"""As `ROW_SHAPES`, for kernels that read two vectors for one that they write."""
-DECODE_SHAPES = Ranges(
-    (0, 1, 8), (RowShape(bytes=16, threads=32), RowShape(bytes=16, threads=128), RowShape(bytes=32, threads=128))
-)
-"""As `ROW_SHAPES`, for kernels that write more than they read."""
-MIN_LANES = 8
-"""Lanes that at least share a row, as far as it goes: 128 contiguous bytes or more for every load."""
-
-
-def tile(row_vectors: int, vector_bytes: int, shape: RowShape, *, group: int = 1) -> RowTiling:
-    """`shape` applied to rows of `row_vectors` vectors of `vector_bytes`.
-
-    `group`: consecutive vectors that share a result (a quantisation block) and must lie in one warp.
-    """
-    vectors = max(shape.bytes // vector_bytes, 1)
-    wanted = max(-(-row_vectors // vectors), min(row_vectors, MIN_LANES), group)
-    if wanted <= WARP:
-        threads_per_row = 1 << (wanted - 1).bit_length()
-    else:
-        threads_per_row = min(-(-wanted // WARP) * WARP, MAX_THREADS)
-    return RowTiling(row_vectors, threads_per_row, max(1, shape.threads // threads_per_row))
 
 
 ROTARY_BYTES = Ranges((0, 16, 256), (32, 64, 128))
@@ -123,7 +55,13 @@ class RouterShape:
 ROUTERS = Ranges((0, 65), (RouterShape(warps=1, cluster=0), RouterShape(warps=4, cluster=0)))
 """By tokens, without counts."""
 COUNTING_ROUTERS = Ranges(
-    (0, 9, 65), (RouterShape(warps=8, cluster=1), RouterShape(warps=8, cluster=8), RouterShape(warps=4, cluster=0))
+    (0, 9, 65, 129),
+    (
+        RouterShape(warps=8, cluster=1),
+        RouterShape(warps=8, cluster=8),
+        RouterShape(warps=16, cluster=8),
+        RouterShape(warps=4, cluster=0),
+    ),
 )
 """By tokens, with counts: one block or one cluster, with a warp for every token; or two launches."""
 
@@ -237,12 +175,13 @@ class StreamTiling:
 
 def stream(shape: StreamShape, columns: int, tile_bytes: int) -> StreamTiling:
     """`shape` applied to matrices of `columns` scale blocks a row: warps and steps are the largest divisors."""
-    warps = _divisor(columns, shape.warps)
-    steps = _divisor(columns // warps, shape.steps)
+    warps = divisor(columns, shape.warps)
+    steps = divisor(columns // warps, shape.steps)
     return StreamTiling(columns, warps, steps, shape.stages, shape.rows, shape.buffers, shape.per_sm, tile_bytes)
 
 
-def _divisor(value: int, at_most: int) -> int:
+def divisor(value: int, at_most: int) -> int:
+    """The largest divisor of `value` that is at most `at_most`."""
     return next(n for n in range(min(value, at_most), 0, -1) if value % n == 0)
 
 
@@ -330,7 +269,7 @@ EXPERT_GEMM_ROWS = 40
 def gemm(columns: int, tile_bytes: int) -> GemmTiling:
     """The tiling for matrices of `columns` scale blocks a row."""
     return GemmTiling(
-        columns, warps=8, feeders=4, rows=64, step_columns=_divisor(columns, 5), stages=4, tile_bytes=tile_bytes
+        columns, warps=8, feeders=4, rows=64, step_columns=divisor(columns, 5), stages=4, tile_bytes=tile_bytes
     )
 
 
@@ -347,7 +286,7 @@ class LinearShape:
 
     def warps_for(self, runs: int) -> int:
         """The largest divisor."""
-        return _divisor(runs, self.warps)
+        return divisor(runs, self.warps)
 
 
 LINEAR_SHAPES = Ranges((0, 9), (LinearShape(warps=9, ahead=4, per_sm=3), LinearShape(warps=9, ahead=4, per_sm=2)))
