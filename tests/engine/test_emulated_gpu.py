@@ -150,6 +150,9 @@ def test_a_decode_step_is_that_of_the_cpu(tmp_path: Path, monkeypatch: pytest.Mo
     ran = {type(kernel).__name__ for kernel in gpu.kernels}
     assert ran >= {"Embed", "RMSNorm", "QKNormRope", "Route", "DispatchDecode", "Combine"}, ran
     assert len(ran) >= 8, ran  # besides, attention's and the experts'
+    experts = [kernel for kernel in gpu.kernels if type(kernel).__name__ == "ExpertLinear"]
+    early = {kernel.gated for kernel in experts if kernel.top_k == 2}
+    assert early == {True, False}, "the exchange's choice has not come to the experts"
 
 
 def assert_alike(found: torch.Tensor | None, expected: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from rose_dist.comm.all_to_all.packing import check_live
 from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig, Dispatched, Handle, Routing
-from rose_dist.kernels.expert_slots import PackedLayout
+from rose_dist.kernels.expert_slots import PackedChoice, PackedLayout
 from rose_dist.kernels.moe_combine import combine
 from rose_dist.kernels.moe_dispatch import Dispatcher, PackedRows
 
@@ -32,13 +32,14 @@ class GpuHandle(Handle):
     """A dispatch whose rows are on the GPU. It holds its buffers until `combine` or until it is dropped."""
 
     packed: PackedRows
+    choice: PackedChoice | None = None
     live_rows: torch.Tensor | None
     expert_out: torch.Tensor
     release: Callable[[], object]
 
     def dispatched(self) -> Dispatched:
         packed = self.packed
-        return Dispatched(packed.x, packed.scales, packed.counts, packed.offsets, self)
+        return Dispatched(packed.x, packed.scales, packed.counts, packed.offsets, self, self.choice)
 
 
 class LocalGpu:
@@ -80,6 +81,9 @@ class LocalGpu:
         handle.release = weakref.finalize(handle, self._free.append, buffers)
         self.dispatcher(x, scales, routing.ids, tokens, handle.live_rows, buffers)
         handle.packed = self._view(buffers, tokens)
+        packed_as_chosen = self.layout == PackedLayout()
+        choice = PackedChoice(routing.ids[:tokens], handle.live_rows, self.dispatcher.first_expert)
+        handle.choice = choice if packed_as_chosen else None
         return handle
 
     def combine(self, handle: GpuHandle, out: torch.Tensor, accumulate: bool) -> None:
