@@ -117,6 +117,11 @@ class Experts(nn.Module):
         # Of an expert's slices the first adds the bias: the sum over the ranks then holds it once.
         self.down_proj_bias = parameter(count, hidden, dtype=dtype) if held.slice_index == 0 else None
 
+    @property
+    def first_packed(self) -> PackedMxfp4 | None:
+        """What `forward` reads first, if it is MXFP4."""
+        return self.gate_up_proj.packed if isinstance(self.gate_up_proj, PackedMatrix) else None
+
     def forward(self, x: Tensor, rows: ExpertRows) -> Tensor:
         """[rows, hidden] packed by local expert → [rows, hidden]."""
         first, second = self.gate_up_proj, self.down_proj

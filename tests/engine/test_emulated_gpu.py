@@ -118,8 +118,10 @@ def emulated_runner(
 
 
 @torch.inference_mode()
-def test_a_decode_step_is_that_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_random_checkpoint(CONFIG, tmp_path)
+@pytest.mark.parametrize("experts", [4, 32])
+def test_a_decode_step_is_that_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experts: int) -> None:
+    """With 32 experts its few rows go through the layers' short way."""
+    write_random_checkpoint(CONFIG | {"num_experts": experts}, tmp_path)
     options = BuildOptions(World.join().groups(Layout.of(1)), 32, torch.bfloat16, moe_weights="mxfp4")
     plain = ModelRunner(load_model(tmp_path, options), SIZES)
     prefill = Step([SequenceStep([1, 2, 3, 4, 5] * 4, 0, [(0, [3, 5]), (0, [2, 4])], True)])
@@ -145,14 +147,19 @@ def test_a_decode_step_is_that_of_the_cpu(tmp_path: Path, monkeypatch: pytest.Mo
     batch._tables = [place(table) for table in batch._tables]
     # Three rows for two sequences; their tokens stand where the step before has left them.
     named = Step([SequenceStep([-1 - i], s.start, s.tables, True) for i, s in enumerate(decode.sequences)])
+    before = len(gpu.kernels)
     found = DecodeGraphs(model, batch, (3,)).run(named)
     assert_alike(found, expected)
-    ran = {type(kernel).__name__ for kernel in gpu.kernels}
-    assert ran >= {"Embed", "RMSNorm", "QKNormRope", "Route", "DispatchDecode", "Combine"}, ran
-    assert len(ran) >= 8, ran  # besides, attention's and the experts'
-    experts = [kernel for kernel in gpu.kernels if type(kernel).__name__ == "ExpertLinear"]
-    early = {kernel.gated for kernel in experts if kernel.top_k == 2}
-    assert early == {True, False}, "the exchange's choice has not come to the experts"
+    ran, decoded = ([type(kernel).__name__ for kernel in gpu.kernels[at:]] for at in (0, before))
+    assert set(ran) >= {"Embed", "RMSNorm", "QKNormRope", "SmallLinear", "DecodeAttention", "ExpertLinear"}, ran
+    if experts == 4:
+        assert set(decoded) >= {"LinearRotary", "Route", "DispatchDecode", "Combine"}, decoded
+        streamed = [kernel for kernel in gpu.kernels if type(kernel).__name__ == "ExpertLinear"]
+        early = {kernel.gated for kernel in streamed if kernel.top_k == 2}
+        assert early == {True, False}, "the exchange's choice has not come to the experts"
+    else:
+        layer = ["LinearRotary", "DecodeAttention", "LinearAdd", "RouteRows", "ExpertLinear", "ExpertLinear"]
+        assert decoded == ["Embed", "RMSNorm", *2 * [*layer, "CombineNorm"], "SmallLinear"], decoded
 
 
 def assert_alike(found: torch.Tensor | None, expected: torch.Tensor) -> None:

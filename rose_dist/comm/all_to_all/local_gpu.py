@@ -72,18 +72,30 @@ class LocalGpu:
         rows: torch.Tensor | int | None,
     ) -> GpuHandle:  # fmt: skip
         """Dispatch on the current stream; arguments are checked."""
-        if not self._free:
-            raise RuntimeError("all buffers wait for their combine: build the all-to-all with a larger in_flight")
         tokens = x.shape[0] if isinstance(rows, torch.Tensor) else check_live(x.shape[0], rows)
         handle = GpuHandle(owner, routing, x.shape[0], tokens)
         handle.live_rows = rows if isinstance(rows, torch.Tensor) else None
-        buffers = self._free.pop()
+        buffers = self._take()
         handle.release = weakref.finalize(handle, self._free.append, buffers)
         self.dispatcher(x, scales, routing.ids, tokens, handle.live_rows, buffers)
         handle.packed = self._view(buffers, tokens)
         packed_as_chosen = self.layout == PackedLayout()
         choice = PackedChoice(routing.ids[:tokens], handle.live_rows, self.dispatcher.first_expert)
         handle.choice = choice if packed_as_chosen else None
+        return handle
+
+    def packed_by(self, owner: AllToAll, tokens: int, pack: Callable[[PackedRows], Routing]) -> GpuHandle:
+        """A dispatch that `pack` does."""
+        buffers = self._take()
+        packed = self._view(buffers, tokens)
+        try:
+            routing = pack(packed)
+        except BaseException:
+            self._free.append(buffers)
+            raise
+        handle = GpuHandle(owner, routing, tokens, tokens)
+        handle.release = weakref.finalize(handle, self._free.append, buffers)
+        handle.packed, handle.live_rows = packed, None
         return handle
 
     def combine(self, handle: GpuHandle, out: torch.Tensor, accumulate: bool) -> None:
@@ -94,6 +106,11 @@ class LocalGpu:
             live_rows=handle.live_rows,
         )  # fmt: skip
         handle.release()
+
+    def _take(self) -> PackedRows:
+        if not self._free:
+            raise RuntimeError("all buffers wait for their combine: build the all-to-all with a larger in_flight")
+        return self._free.pop()
 
     def _rows(self, tokens: int) -> int:
         return max(1, self.layout.capacity(tokens * self.config.top_k, self._experts))
