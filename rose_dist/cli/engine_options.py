@@ -47,6 +47,7 @@ class EngineOptions:
     max_waiting: int
     max_context: int | None
     prefix_cache: bool
+    prefill_graphs: bool
     redundant_experts: int
     force_remote: int | None
     join_timeout: float
@@ -54,7 +55,7 @@ class EngineOptions:
 
     def config(self, local_rank: int) -> EngineConfig:
         """Raises `EngineConfigError` for a setting out of range."""
-        from rose_dist.engine.config import EngineConfig, ladder_for  # noqa: PLC0415  imports torch
+        from rose_dist.engine.config import EngineConfig, ladder_for, prefill_ladder_for  # noqa: PLC0415  imports torch
         from rose_dist.models.loader import read_model_config  # noqa: PLC0415
 
         device = choose_device(self.device, local_rank)
@@ -63,6 +64,7 @@ class EngineOptions:
             self.moe_weights == "auto" and gpu and read_model_config(self.model).mxfp4
         )
         max_running = self.max_running or (128 if gpu else 64)
+        max_step_tokens = self.max_step_tokens or (8192 if gpu else 512)
         return EngineConfig(
             model=self.model,
             device=device,
@@ -72,13 +74,14 @@ class EngineOptions:
             block_size=self.block_size,
             kv_tokens=self.kv_tokens or (None if gpu else 32768),
             memory_share=self.gpu_memory_utilization,
-            max_step_tokens=self.max_step_tokens or (8192 if gpu else 512),
+            max_step_tokens=max_step_tokens,
             max_running=max_running,
             max_waiting=self.max_waiting,
             max_context=self.max_context,
             prefix_cache=self.prefix_cache,
             redundant_experts=self.redundant_experts,
             ladder=ladder_for(max_running) if gpu else (),
+            prefill_ladder=prefill_ladder_for(max_step_tokens) if gpu and self.prefill_graphs else (),
             overlap=gpu,
         )
 
@@ -136,6 +139,12 @@ _OPTIONS = (
     click.option("--max-waiting", default=100, show_default=True, help="Requests that may queue on a replica."),
     click.option("--max-context", type=click.IntRange(min=2), help="Most tokens of prompt and output."),
     click.option("--prefix-cache/--no-prefix-cache", default=True, show_default=True),
+    click.option(
+        "--prefill-graphs/--no-prefill-graphs",
+        default=False,
+        show_default=True,
+        help="On GPUs, capture short prompts' steps too, all but attention, as CUDA graphs.",
+    ),
     click.option(
         "--redundant-experts",
         type=click.IntRange(min=0),

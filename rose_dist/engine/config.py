@@ -15,6 +15,10 @@ DType = Literal["float32", "bfloat16"]
 LoadFormat = Literal["checkpoint", "random"]
 LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Sizes that batches of decode steps are filled up to on a GPU."""
+PREFILL_LADDER = (32, 64, 96, 128, 192, 256, 384, 512)
+"""Token counts that steps with prompts in them are filled up to. Above, a GPU is busy for longer than the host needs to
+launch kernel by kernel.
+"""
 
 
 class EngineConfigError(RoseError):
@@ -40,6 +44,7 @@ class EngineConfig:
     redundant_experts: slots of each layer, over all ranks, for copies of popular experts.
     ladder: sizes of decode batches with inputs of their own on the device, on a GPU captured as graphs; empty: every
         step brings its inputs along.
+    prefill_ladder: token counts of other steps for which a GPU captures all but attention as graphs; empty: none.
     overlap: plan and launch a step before the tokens of the one before are read.
     """
 
@@ -58,6 +63,7 @@ class EngineConfig:
     prefix_cache: bool = True
     redundant_experts: int = 0
     ladder: tuple[int, ...] = ()
+    prefill_ladder: tuple[int, ...] = ()
     overlap: bool = False
 
     def __post_init__(self) -> None:
@@ -87,3 +93,8 @@ class EngineConfig:
 def ladder_for(max_running: int) -> tuple[int, ...]:
     """The ladder up to `max_running`, which is its last size."""
     return (*(size for size in LADDER if size < max_running), max_running)
+
+
+def prefill_ladder_for(max_step_tokens: int) -> tuple[int, ...]:
+    """The part of the ladder that steps can need."""
+    return tuple(size for size in PREFILL_LADDER if size <= max_step_tokens)

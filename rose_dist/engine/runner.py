@@ -13,6 +13,7 @@ from rose_dist.engine.decode_batch import DecodeBatch, TableShape
 from rose_dist.engine.decode_graphs import DecodeGraphs
 from rose_dist.engine.kv_groups import group_specs, kv_bytes
 from rose_dist.engine.paged_planner import PagedPlanner
+from rose_dist.engine.prefill_graphs import PrefillGraphs
 from rose_dist.engine.step import SequenceStep, Step
 from rose_dist.kernels.paged_attention import DecodeWorkspace
 from rose_dist.layers.forward_batch import ForwardBatch
@@ -43,6 +44,9 @@ class ModelRunner:
         self._workspace = self._decode_workspace()
         self._planners: list[AttentionPlanner] = [self._planner(number) for number in range(len(self.specs))]
         self._graphs = self._decode_graphs() if config.ladder else None
+        self._prefill_graphs = (
+            PrefillGraphs(model, self.storages, config.prefill_ladder) if config.prefill_ladder else None
+        )
 
     def _planner(self, number: int) -> AttentionPlanner:
         window, storage = self.specs[number].window, self.storages[number]
@@ -72,7 +76,7 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Run prompts of several lengths, so that no request waits for a kernel to be compiled or loaded and too little
-        memory shows at once; then capture the decode steps' graphs. Collective as `run` is; overwrites the cache.
+        memory shows at once; then capture graphs. Collective as `run` is; overwrites the cache.
         """
         most = min(self.config.max_step_tokens, self.max_context, min(s.blocks for s in self.specs) * self._block_size)
         for tokens in sorted({min(tokens, most) for tokens in (*WARM_UP_TOKENS, most)}):
@@ -81,6 +85,8 @@ class ModelRunner:
             self.run(Step([SequenceStep(prompt, 0, [(0, blocks) for _ in self.specs], True)]))
         if self._graphs is not None:
             self._graphs.capture()
+        if self._prefill_graphs is not None:
+            self._prefill_graphs.capture()
 
     @torch.inference_mode()
     def run(self, step: Step) -> Tensor | None:
@@ -92,7 +98,10 @@ class ModelRunner:
         """
         if self._graphs is not None and step.decodes_only:
             return self._graphs.run(step)
-        logits: Tensor | None = self.model(self._batch(step))
+        batch = self._batch(step)
+        if self._prefill_graphs is not None and self._prefill_graphs.fits(step.token_count):
+            return self._prefill_graphs.run(batch)
+        logits: Tensor | None = self.model(batch)
         return logits
 
     @torch.inference_mode()

@@ -27,8 +27,8 @@ class AttentionBlock:
 
 
 def paged_attention(
-    q: Tensor, keys: Tensor, values: Tensor, block: AttentionBlock, scale: float, sinks: Tensor
-) -> Tensor:
+    q: Tensor, keys: Tensor, values: Tensor, block: AttentionBlock, scale: float, sinks: Tensor, target: Tensor
+) -> None:
     """softmax([scale · q·K, sink]) without the sink's column, times V.
 
     Flash attention leaves out the sink; with its log-sum-exp the sink's share of the denominator is taken off
@@ -38,11 +38,9 @@ def paged_attention(
         q: [tokens, query heads, head_dim], the whole step's; query head h reads key head h · key heads / query heads.
         keys, values: [slots, key heads, head_dim], one layer's cache.
         sinks: [query heads], logits.
-
-    Returns:
-        [block's tokens, query heads, head_dim].
+        target: like `q`, dense; the block's rows are written.
     """
-    q = q[block.rows]
+    q, target = q[block.rows], target[block.rows]
     tokens, query_heads, head_dim = q.shape
     key_heads = keys.shape[1]
     group = query_heads // key_heads
@@ -57,12 +55,13 @@ def paged_attention(
         assert n == 1
         queries = q.view(tokens, key_heads, group, head_dim).permute(1, 2, 0, 3)
         k, v = (x[0].transpose(0, 1)[:, None].expand(-1, group, -1, -1) for x in (k, v))
-    out: Tensor
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         queries, k, v, 0.0, False, attn_mask=block.mask, scale=scale
     )
     if tokens == n:
         share = torch.sigmoid(lse - sinks.view(key_heads, group))
-        return (out * share[..., None].to(out.dtype)).view(tokens, query_heads, head_dim)
-    share = torch.sigmoid(lse - sinks.view(key_heads, group, 1))
-    return (out * share[..., None].to(out.dtype)).permute(2, 0, 1, 3).reshape(tokens, query_heads, head_dim)
+        torch.mul(out, share[..., None].to(out.dtype), out=target.view(n, key_heads, group, head_dim))
+    else:
+        share = torch.sigmoid(lse - sinks.view(key_heads, group, 1))
+        by_heads = target.view(tokens, key_heads, group, head_dim).permute(1, 2, 0, 3)
+        torch.mul(out, share[..., None].to(out.dtype), out=by_heads)

@@ -2,10 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
 import torch
 
 from rose_dist.kernels.errors import KernelArgumentError
 from rose_dist.kernels.formats import BlockFormat, Scale, ScaleLayout
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+MOST_FORMS = 1024
+"""Forms of arguments that each check remembers."""
+MOST_ALIGNMENT = 32
+"""Bytes: no check asks for more."""
+
+_PLAIN = frozenset((type(None), int, float, bool, torch.dtype))
+
+
+def once(check: Callable[P, R]) -> Callable[P, R]:
+    """Makes a check that goes by the form of its arguments alone, not by tensors' values, only once for each form: a
+    model's layers and steps come with the same few forms, and a check takes longer than a launch.
+
+    What it returns, such as the kernel for the form, is remembered too; `cache_clear` forgets. Arguments are tensors,
+    hashable values, and tuples and dataclasses of such.
+    """
+    known: dict[Any, R] = {}
+
+    @wraps(check)
+    def checked(*arguments: P.args, **named: P.kwargs) -> R:
+        key: Any = tuple([form(argument) for argument in arguments])
+        if named:
+            key = (key, *((name, form(argument)) for name, argument in named.items()))
+        if key in known:
+            return known[key]
+        result = check(*arguments, **named)
+        if len(known) >= MOST_FORMS:
+            known.clear()
+        known[key] = result
+        return result
+
+    checked.cache_clear = known.clear  # type: ignore[attr-defined]
+    return checked
+
+
+def form(value: Any) -> Any:
+    """All that checks may go by, hashable."""
+    if isinstance(value, torch.Tensor):
+        alignment = value.data_ptr() % MOST_ALIGNMENT
+        return value.shape, value.stride(), value.dtype, value.device, value.is_cuda, alignment
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is tuple:
+        return tuple([form(part) for part in value])
+    fields = getattr(value, "__dataclass_fields__", None)
+    return value if fields is None else (kind, *[form(getattr(value, name)) for name in fields])
 
 
 def fail(name: str, problem: str) -> KernelArgumentError:

@@ -28,6 +28,13 @@ def map_experts(
     Returns:
         int32 [tokens, top_k], slots.
     """
+    _check(ids, load, table, live_rows)
+    mapped = _launch if ids.is_cuda else reference
+    return mapped(ids, load, table, turn, live_rows)
+
+
+@checks.once
+def _check(ids: Tensor, load: Tensor, table: Tensor | None, live_rows: Tensor | None) -> None:
     checks.shape("ids", ids, None, None)
     checks.dtype("ids", ids, torch.int32)
     checks.dense("ids", ids, 4)
@@ -41,8 +48,6 @@ def map_experts(
         checks.dense("table", table, 4)
         checks.same_device("table", table, ids.device)
     checks.live_rows(live_rows, ids.device)
-    mapped = _launch if ids.is_cuda else reference
-    return mapped(ids, load, table, turn, live_rows)
 
 
 def reference(ids: Tensor, load: Tensor, table: Tensor | None, turn: int, live_rows: Tensor | None) -> Tensor:

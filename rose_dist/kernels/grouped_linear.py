@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rose_dist.kernels.linear import linear
+from rose_dist.kernels.linear import linear, row_products, splits
 from rose_dist.kernels.mxfp4_experts import ExpertRows
 
 
@@ -23,10 +23,14 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: ExpertR
     if x.is_cuda:
         return on_device(x, weight, bias, rows)
     y = x.new_empty(x.shape[0], weight.shape[1])
-    for expert, (start, count) in enumerate(zip(rows.offsets.tolist(), rows.counts.tolist(), strict=False)):
-        if count:
-            part = slice(start, start + count)
-            y[part] = linear(x[part], weight[expert], None if bias is None else bias[expert])
+    counts = rows.counts.tolist()
+    held = [(start, expert) for expert, start in enumerate(rows.offsets.tolist()[: len(counts)]) if counts[expert]]
+    if x.dtype == torch.float32 and splits(weight):
+        row_products(x, weight, bias, y, [pair for pair in held if counts[pair[1]] == 1])
+        held = [pair for pair in held if counts[pair[1]] > 1]
+    for start, expert in held:
+        part = slice(start, start + counts[expert])
+        y[part] = linear(x[part], weight[expert], None if bias is None else bias[expert])
     return y
 
 

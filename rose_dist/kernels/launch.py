@@ -15,15 +15,15 @@ from rose_dist.kernels.jit import Launcher
 
 def device(tensor: Tensor) -> DeviceInfo:
     """The GPU that holds `tensor`. Raises `UnsupportedArchError`."""
-    return device_info(tensor.device.index)
+    return device_info(tensor.get_device())
 
 
 def run(launcher: Launcher, on: Tensor, *arguments: Any) -> None:
     """Launch on the current stream of the GPU that holds `on`; `arguments` are numbers and tensors (None is 0)."""
-    index = on.device.index
+    index = on.get_device()
     stream = torch._C._cuda_getCurrentRawStream(index)
-    numbers = [address(a) if isinstance(a, Tensor) or a is None else a for a in arguments]
-    if torch.cuda.current_device() == index:
+    numbers = [a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in arguments]
+    if torch._C._cuda_getDevice() == index:
         launcher(*numbers, stream)
     else:
         with torch.cuda.device(index):

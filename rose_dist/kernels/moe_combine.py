@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rose_dist.kernels import checks, launch
+from rose_dist.kernels import checks, jit, launch
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -44,19 +44,24 @@ def combine(
         accumulate: add what stands in `out` to the sum, before it is rounded.
         ids: int32 [tokens, k], needed with `bias` [experts, hidden], whose first row is of `first_expert`.
     """
-    _check(rows, slots, weights, out, tokens, ids, bias, live_rows)
-    hidden, top_k = out.shape[1], slots.shape[1]
+    launcher = _prepare(rows, slots, weights, out, tokens, accumulate, ids, bias, live_rows)
     if tokens:
-        from rose_dist.kernels.cute import moe_combine as cute  # noqa: PLC0415 - it loads the compiler
-
-        launcher = cute.launcher(
-            launch.device(out).arch, top_k, hidden, rows.dtype, out.dtype, bias.dtype if bias is not None else None,
-            accumulate,
-        )  # fmt: skip
         stride = rows.stride(0)
-        launch.run(
-            launcher, out, rows, stride, slots, weights, ids, bias, first_expert, live_rows, out, tokens
-        )  # fmt: skip
+        launch.run(launcher, out, rows, stride, slots, weights, ids, bias, first_expert, live_rows, out, tokens)
+
+
+@checks.once
+def _prepare(
+    rows: Tensor, slots: Tensor, weights: Tensor, out: Tensor, tokens: int, accumulate: bool, ids: Tensor | None,
+    bias: Tensor | None, live_rows: Tensor | None,
+) -> jit.Launcher:  # fmt: skip
+    _check(rows, slots, weights, out, tokens, ids, bias, live_rows)
+    from rose_dist.kernels.cute import moe_combine as cute  # noqa: PLC0415 - it loads the compiler
+
+    return cute.launcher(
+        launch.device(out).arch, slots.shape[1], out.shape[1], rows.dtype, out.dtype,
+        bias.dtype if bias is not None else None, accumulate,
+    )  # fmt: skip
 
 
 def _check(

@@ -193,6 +193,7 @@ def _check_segments(x: Tensor, weight: PackedMxfp4, rows: int, segments: int) ->
         raise checks.fail("x", f"has {x.shape[0]} rows; at most {(segments - weight.experts) * rows} fit")
 
 
+@checks.once
 def _check(x: Tensor, weight: PackedMxfp4, bias: Tensor | None, rows: ExpertRows) -> None:
     experts = weight.experts
     checks.shape("x", x, None, weight.columns)

@@ -170,6 +170,7 @@ def _is_brief(works: int, window: int | None, sms: int) -> bool:
     return window is not None and window <= MIN_TILES * TILE and works <= 2 * sms
 
 
+@checks.once
 def _check_heads(q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> tuple[int, int, int, int]:
     """Requests, query heads, head_dim and key heads."""
     checks.shape("q", q, None, None, None)
@@ -217,6 +218,7 @@ def check_window(window: int | None) -> None:
         raise checks.fail("window", f"is {window}; must be at least 1, or None")
 
 
+@checks.once
 def _check_tables(
     q: Tensor, tables: Tensor, first: Tensor | None, lengths: Tensor, rows: Tensor | None, block_size: int,
     window: int | None,
@@ -238,6 +240,7 @@ def _check_tables(
     check_window(window)
 
 
+@checks.once
 def _check_out(out: Tensor, q: Tensor) -> None:
     checks.shape("out", out, *q.shape)
     checks.dtype("out", out, q.dtype)
@@ -245,6 +248,7 @@ def _check_out(out: Tensor, q: Tensor) -> None:
     checks.dense("out", out)
 
 
+@checks.once
 def _check_workspace(workspace: DecodeWorkspace, q: Tensor, key_heads: int) -> None:
     requests, query_heads, head_dim = q.shape
     rows = 8 if query_heads // key_heads <= 8 else 16

@@ -26,7 +26,8 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype:
     """
     if x.is_cuda and fits(x, weight):
         return small_linear(x, weight, bias, out_dtype=out_dtype)
-    return linear(x, weight, bias).to(out_dtype or x.dtype)
+    y = linear(x, weight, bias)
+    return y if out_dtype is None else y.to(out_dtype)
 
 
 def project_heads(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rose_dist.kernels import checks, launch
+from rose_dist.kernels import checks, jit, launch
 from rose_dist.kernels.variants import heads_each
 
 HEAD_DIMS = (64, 128, 256)
@@ -136,14 +136,32 @@ def _launch(
     sin: Tensor | None = None, positions: Tensor | None = None, norm: tuple[Tensor, Tensor, float] | None = None,
     rotary: Rotary = Rotary.NONE,
 ) -> None:  # fmt: skip
+    launcher, items = _prepare(q, k, v, cache, cos, sin, positions, norm, rotary)
+    if items == 0:
+        return
+    block_size, cache_strides = _cache_shape(cache)
+    weights = norm or (None, None, 0.0)
+    factors = (1 / cache.key_scale, 1 / cache.value_scale) if cache else (1.0, 1.0)
+    launch.run(
+        launcher, q, q, q.stride(0), q.stride(1), k, k.stride(0), k.stride(1),
+        v, 0 if v is None else v.stride(0), 0 if v is None else v.stride(1),
+        weights[0], weights[1], cos, sin, 0 if cos is None else cos.stride(0), positions,
+        cache.slots if cache else None, cache.keys if cache else None, cache.values if cache else None,
+        *cache_strides, block_size.bit_length() - 1, *factors, items, weights[2],
+    )  # fmt: skip
+
+
+@checks.once
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor | None, cache: PagedCache | None, cos: Tensor | None, sin: Tensor | None,
+    positions: Tensor | None, norm: tuple[Tensor, Tensor, float] | None, rotary: Rotary,
+) -> tuple[jit.Launcher, int]:  # fmt: skip
+    """The kernel for arguments that have been checked, and its items: groups of heads; 0: nothing to do."""
     _check(q, k, v, cache, cos, sin, positions, norm)
     tokens, query_heads, head_dim = q.shape
     key_heads = k.shape[1]
-    if tokens == 0:
-        return
     device = launch.device(q)
     stored = (cache.keys, cache.values) if cache else ()
-    tables = () if cos is None or sin is None else (cos, sin)
     # A lane stores half as many bytes into an e4m3 cache as it loads, at addresses that are half as well aligned.
     size, held = q.element_size(), [t for t in (q, k, v, *stored) if t is not None]
     steps = [step * size for t in held for step in t.stride()[:-1]]
@@ -161,17 +179,7 @@ def _launch(
         device.arch, q.dtype, table_dtype, query_heads, key_heads, head_dim, vector_bytes, norm is not None, rotary,
         rotary_dim, cache.keys.dtype if cache else None, each,
     )  # fmt: skip
-    items = tokens * heads // each
-    block_size, cache_strides = _cache_shape(cache)
-    weights = norm or (None, None, 0.0)
-    factors = (1 / cache.key_scale, 1 / cache.value_scale) if cache else (1.0, 1.0)
-    launch.run(
-        launcher, q, q, q.stride(0), q.stride(1), k, k.stride(0), k.stride(1),
-        v, 0 if v is None else v.stride(0), 0 if v is None else v.stride(1),
-        weights[0], weights[1], *(tables or (None, None)), 0 if cos is None else cos.stride(0), positions,
-        cache.slots if cache else None, cache.keys if cache else None, cache.values if cache else None,
-        *cache_strides, block_size.bit_length() - 1, *factors, items, weights[2],
-    )  # fmt: skip
+    return launcher, tokens * heads // each
 
 
 def _cache_shape(cache: PagedCache | None) -> tuple[int, tuple[int, int, int]]:

@@ -12,6 +12,7 @@ from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute.all_reduce_multicast import Multicast
 from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
 from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
+from rose_dist.kernels.cute.attention_sinks import ApplySinks
 from rose_dist.kernels.cute.combine_norm import CombineNorm
 from rose_dist.kernels.cute.embedding import Embed
 from rose_dist.kernels.cute.exchange_combine import ExchangeCombine
@@ -224,6 +225,8 @@ def _attention(arch: Arch) -> Iterator[Kernel]:
                 yield DecodeAttention(arch, dtype, cache, head_dim, heads, wide, block_tiles=1, early=True)
     yield DecodeAttention(arch, dtype, dtype, 64, heads=1, wide_group=False, block_tiles=1, early=True)
     yield DecodeAttention(arch, dtype, dtype, 64, heads=2, wide_group=False, block_tiles=1, early=False)
+    for query_heads, head_dim in ((64, 64), (8, 64), (16, 128)):
+        yield ApplySinks(arch, dtype, query_heads, head_dim, arch.vector_bytes)
 
 
 def _mxfp4_experts(arch: Arch) -> Iterator[Kernel]:

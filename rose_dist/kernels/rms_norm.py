@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rose_dist.kernels import checks, launch
+from rose_dist.kernels import checks, jit, launch
 from rose_dist.kernels.formats import BlockFormat, BlockOutput, ScaleLayout
 from rose_dist.kernels.quantize import quantize
 from rose_dist.kernels.row_tiling import QUANTIZE_SHAPES, ROW_SHAPES
@@ -109,10 +109,23 @@ def _launch(
     total: Tensor | None = None, quantized: BlockOutput | None = None, scales: Tensor | None = None,
     global_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
+    launcher, padded_rows = _prepare(x, weight, residual, total, out, weight_bias, quantized)
+    rows = x.shape[0]
+    if rows:
+        launch.run(
+            launcher, x, x, x.stride(0), weight, residual, 0 if residual is None else residual.stride(0), total,
+            out, out.stride(0), scales, padded_rows, global_scale, rows, eps,
+        )  # fmt: skip
+
+
+@checks.once
+def _prepare(
+    x: Tensor, weight: Tensor, residual: Tensor | None, total: Tensor | None, out: Tensor, weight_bias: float,
+    quantized: BlockOutput | None,
+) -> tuple[jit.Launcher, int]:  # fmt: skip
+    """The kernel for arguments that have been checked, and the rows of the scales."""
     _check(x, weight, residual, out if quantized is None else None)
     rows, hidden = x.shape
-    if rows == 0:
-        return
     device = launch.device(x)
     pointers = [t.data_ptr() for t in (x, weight, out, residual, total) if t is not None]
     vector_bytes = launch.widest(device.arch, x.stride(0) * x.element_size(), hidden * x.element_size(), *pointers)
@@ -122,11 +135,7 @@ def _launch(
     launcher = cute.launcher(
         device.arch, x.dtype, weight.dtype, hidden, shape, vector_bytes, weight_bias, residual is not None, quantized
     )
-    padded_rows = 0 if quantized is None else quantized.layout.padded_rows(rows)
-    launch.run(
-        launcher, x, x, x.stride(0), weight, residual, 0 if residual is None else residual.stride(0), total,
-        out, out.stride(0), scales, padded_rows, global_scale, rows, eps,
-    )  # fmt: skip
+    return launcher, 0 if quantized is None else quantized.layout.padded_rows(rows)
 
 
 def _check(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor | None) -> None:

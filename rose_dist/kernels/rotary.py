@@ -21,7 +21,7 @@ def rotate_and_store(qkv: Tensor, key_heads: int, cos: Tensor, sin: Tensor, cach
     Returns:
         The rotated queries [tokens, query heads, head_dim], a view of `qkv`.
     """
-    q, k, v = torch.split(qkv, [qkv.shape[1] - 2 * key_heads, key_heads, key_heads], dim=1)
+    q, k, v = qkv.split_with_sizes([qkv.shape[1] - 2 * key_heads, key_heads, key_heads], 1)
     if qkv.is_cuda:
         qk_norm.qk_norm_rope_cache(q, k, v, cache, cos, sin)
         return q

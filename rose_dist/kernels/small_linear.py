@@ -56,6 +56,7 @@ def small_linear(
     return out
 
 
+@checks.once
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> None:
     checks.shape("weight", weight, None, None)
     outputs, inputs = weight.shape

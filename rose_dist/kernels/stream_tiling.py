@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from rose_dist.kernels.variants import WARP, Ranges, divisor
 
@@ -128,6 +129,7 @@ class StreamTiling:
         return self.parts % self.warps
 
 
+@cache
 def stream(shape: StreamShape, columns: int, tile_bytes: int) -> StreamTiling:
     """`shape` applied to matrices of `columns` scale blocks a row: warps and steps are the largest divisors."""
     warps = divisor(columns, shape.warps)

@@ -141,6 +141,7 @@ def _launch(
     )  # fmt: skip
 
 
+@checks.once
 def _check(gate_up: Tensor, bias: Tensor | None, rows: Rows) -> None:
     checks.shape("gate_up", gate_up, None, None)
     checks.dtype("gate_up", gate_up, torch.bfloat16, torch.float16)

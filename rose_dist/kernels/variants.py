@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cache
 from typing import Generic, TypeVar
 
 WARP = 32
@@ -145,6 +146,7 @@ EXPERT_GEMM_ROWS = 40
 """Rows of the largest expert from which on `gemm`'s kernel serves: 24 on average, if they are spread at random."""
 
 
+@cache
 def gemm(columns: int, tile_bytes: int) -> GemmTiling:
     """The tiling for matrices of `columns` scale blocks a row."""
     return GemmTiling(

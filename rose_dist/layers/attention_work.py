@@ -34,7 +34,7 @@ class Gathered(AttentionWork):
     block: AttentionBlock
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, scale: float, out: Tensor) -> None:
-        out[self.block.rows] = attend_gathered(q, keys, values, self.block, scale, sinks)
+        attend_gathered(q, keys, values, self.block, scale, sinks, out)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ operations run as they are. Shows that layers hand the kernels what they take, a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,34 @@ def moved(model: GptOssForCausalLM, place: Any) -> None:
         layer.mlp.exchange = on_gpu
 
 
+def emulated_runner(
+    folder: Path, options: BuildOptions, monkeypatch: pytest.MonkeyPatch
+) -> tuple[ModelRunner, Any, Callable[[torch.Tensor], torch.Tensor]]:
+    """A runner whose model, cache and inputs are on an emulated GPU, that, and what moves a tensor there."""
+    model = load_model(folder, options)
+    runner = ModelRunner(model, SIZES)
+    gpu = emulated(monkeypatch, "sm_90a")
+    place = resident(gpu, monkeypatch)
+    moved(model, place)
+    runner.storages = [KVStorage(place(s.keys), place(s.values)) for s in runner.storages]
+    runner.sampled = place(torch.tensor([7, 9, 0, 0]))
+    runner._workspace = DecodeWorkspace.allocate(
+        requests=4, query_heads=4, key_heads=2, head_dim=64, context=128, device=torch.device("cuda", 0)
+    )
+
+    class Planner(PagedPlanner):
+        def _move(self, array: Any) -> torch.Tensor:
+            return place(torch.from_numpy(array))
+
+    runner._planners = [
+        Planner(i, spec.window, 16, storage, runner._workspace)
+        for i, (spec, storage) in enumerate(zip(runner.specs, runner.storages, strict=True))
+    ]
+    monkeypatch.setattr(runner, "_move", lambda values: place(torch.tensor(values)))
+    monkeypatch.setattr(paged_prefill, "_flash", lambda *given: tuple(map(place, paged_prefill._flash_on_cpu(*given))))
+    return runner, gpu, place
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("experts", [4, 32])
 def test_a_decode_step_is_that_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experts: int) -> None:
@@ -106,27 +135,8 @@ def test_a_decode_step_is_that_of_the_cpu(tmp_path: Path, monkeypatch: pytest.Mo
     assert expected_first is not None
     assert expected is not None
 
-    model = load_model(tmp_path, options)
-    runner = ModelRunner(model, SIZES)
-    gpu = emulated(monkeypatch, "sm_90a")
-    place = resident(gpu, monkeypatch)
-    moved(model, place)
-    storages = [KVStorage(place(s.keys), place(s.values)) for s in runner.storages]
-    runner.sampled = place(torch.tensor([7, 9, 0, 0]))
-    workspace = DecodeWorkspace.allocate(
-        requests=4, query_heads=4, key_heads=2, head_dim=64, context=128, device=torch.device("cuda", 0)
-    )
-
-    class Planner(PagedPlanner):
-        def _move(self, array: Any) -> torch.Tensor:
-            return place(torch.from_numpy(array))
-
-    runner._planners = [
-        Planner(i, spec.window, 16, storage, workspace)
-        for i, (spec, storage) in enumerate(zip(runner.specs, storages, strict=True))
-    ]
-    monkeypatch.setattr(runner, "_move", lambda values: place(torch.tensor(values)))
-    monkeypatch.setattr(paged_prefill, "_flash", flash_beside)
+    runner, gpu, place = emulated_runner(tmp_path, options, monkeypatch)
+    model, storages, workspace = runner.model, runner.storages, runner._workspace
     first = runner.run(prefill)
     assert_alike(first, expected_first)
 
@@ -150,10 +160,6 @@ def test_a_decode_step_is_that_of_the_cpu(tmp_path: Path, monkeypatch: pytest.Mo
     else:
         layer = ["LinearRotary", "DecodeAttention", "LinearAdd", "RouteRows", "ExpertLinear", "ExpertLinear"]
         assert decoded == ["Embed", "RMSNorm", *2 * [*layer, "CombineNorm"], "SmallLinear"], decoded
-
-
-def flash_beside(q: torch.Tensor, *arguments: Any) -> Any:
-    return paged_prefill._flash_on_cpu(q, *arguments)
 
 
 def assert_alike(found: torch.Tensor | None, expected: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ Tensors of an `Emulator` say that they are CUDA tensors. What the functions allo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -19,6 +20,7 @@ from cuda.bindings.driver import CUstream
 from rose_dist.kernels import jit, launch
 from rose_dist.kernels.arch import Arch, DeviceInfo
 from rose_dist.kernels.cute import (
+    attention_sinks,
     combine_norm,
     embedding,
     expert_map,
@@ -44,7 +46,7 @@ _CACHES = (
     rms_norm.launcher, quantize.quantizer, quantize.dequantizer, qk_norm.launcher, swiglu.launcher,
     routing.launcher, embedding.launcher, expert_map.launcher, moe_combine.launcher, mxfp4_experts.launcher,
     mxfp4_experts_prefill.launcher, mxfp4_experts_warpgroup.launcher, paged_attention_decode.launcher,
-    small_linear.launcher,
+    small_linear.launcher, attention_sinks.launcher,
     linear_add.launcher, linear_rotary.launcher, combine_norm.launcher, route_rows.launcher,
 )  # fmt: skip
 
@@ -61,6 +63,13 @@ class EmulatedTensor(torch.Tensor):
 def compiled(kernel: jit.Kernel) -> Compiled:
     """The kernel with its host code, ready to be interpreted."""
     return compile_kernel(kernel, *kernel.arguments(), arch=str(kernel.arch))
+
+
+def prepared() -> Iterator[Any]:
+    """The functions that remember forms of arguments, and kernels for them."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("rose_dist.kernels.") and "cute" not in name:
+            yield from (function for function in vars(module).values() if hasattr(function, "cache_clear"))
 
 
 def stream() -> CUstream:
@@ -124,7 +133,7 @@ class Emulator:
 def install(monkeypatch: pytest.MonkeyPatch, arch: Arch, sms: int = 4) -> Emulator:
     """Route all launches of this test to an emulated GPU."""
     emulator = Emulator(arch, sms)
-    for function in _CACHES:
+    for function in (*_CACHES, *prepared()):
         function.cache_clear()
     monkeypatch.setattr(launch, "device", lambda tensor: emulator.info)
     monkeypatch.setattr(launch, "run", emulator.run)

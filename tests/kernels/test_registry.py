@@ -10,6 +10,7 @@ pytest.importorskip("cutlass")
 
 from rose_dist.kernels import binary, jit, probe, registry
 from rose_dist.kernels.arch import ARCHS, Arch
+from rose_dist.kernels.cute.attention_sinks import ApplySinks
 from rose_dist.kernels.cute.embedding import Embed
 from rose_dist.kernels.cute.paged_attention_decode import DecodeAttention
 from rose_dist.kernels.cute.qk_norm import QKNormRope
@@ -19,7 +20,7 @@ from rose_dist.kernels.cute.routing import Route
 from rose_dist.kernels.cute.swiglu import GatedActivation
 from rose_dist.kernels.jit import Binary
 
-STREAMING = (RMSNorm, QKNormRope, GatedActivation, Quantize, Dequantize, Embed)
+STREAMING = (RMSNorm, QKNormRope, GatedActivation, Quantize, Dequantize, Embed, ApplySinks)
 
 
 @pytest.fixture(scope="module", params=["sm_90a", "sm_100a"])

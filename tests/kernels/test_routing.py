@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rose_dist.kernels.errors import KernelArgumentError
-from rose_dist.kernels.routing import Router, Score, route
+from rose_dist.kernels.routing import Router, Score, reference, route
 
 RULES = {
     "gpt_oss_20b": (32, Router(4)),
@@ -136,3 +136,17 @@ def test_bad_arguments(experts: int, router: Router, message: str) -> None:
 def test_bias_needs_sigmoid() -> None:
     with pytest.raises(KernelArgumentError, match="bias: is only for sigmoid"):
         route(torch.zeros(2, 32), Router(4), bias=torch.zeros(32))
+
+
+def test_ties_and_nan_take_the_long_way_to_the_same_answer() -> None:
+    """On a CPU, where rows without either are answered sooner."""
+    logits = torch.randn(6, 32)
+    logits[1, 5] = logits[1, 9] = 4.0
+    logits[2, 7] = math.nan
+    logits[3] = 1.0
+    logits[4, 3] = math.inf
+    for rows in (slice(0, 1), slice(1, 2), slice(2, 3), slice(3, 4), slice(5, 6), slice(0, 6)):
+        for router in (Router(4), Router(32), Router(4, scale=2.0)):
+            found, wanted = route(logits[rows], router), reference(logits[rows], router)
+            assert torch.equal(found.ids, wanted.ids)
+            assert torch.equal(found.weights.nan_to_num(), wanted.weights.nan_to_num())

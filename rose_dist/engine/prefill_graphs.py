@@ -1,0 +1,189 @@
+"""Steps with chunks of prompts in them, up to some hundred tokens: all of the model but attention in CUDA graphs.
+
+Attention's shapes hang on the step, those of everything else on its number of tokens alone. And with few tokens the
+host takes longer to launch a layer's 20 kernels than the GPU takes to run them. So a pass is captured in pieces, cut at
+every attention, for a ladder of token counts; a step takes the next size up and launches a graph and its own attention
+layer by layer.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rose_dist.layers.attention_work import AttentionWork
+from rose_dist.layers.forward_batch import ForwardBatch, GroupBatch, KVStorage
+from rose_dist.models.gpt_oss import GptOssForCausalLM
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillGraphs:
+    """Captured once the model is there and its kernels have run; serves steps of 1 to `ladder[-1]` tokens."""
+
+    def __init__(self, model: GptOssForCausalLM, storages: Sequence[KVStorage], ladder: Sequence[int]) -> None:
+        self._model, self._storages = model, tuple(storages)
+        self.ladder = tuple(sorted(ladder))
+        device, rows = storages[0].keys.device, self.ladder[-1]
+        self._ids, self._positions = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
+        self._slots = [torch.full((rows,), -1, dtype=torch.int64, device=device) for _ in storages]
+        self._live = torch.zeros(1, dtype=torch.int32, device=device)
+        self._passes: dict[int, _Pass] = {}
+
+    def fits(self, tokens: int) -> bool:
+        return 0 < tokens <= self.ladder[-1]
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """All sizes, the largest first: the smaller ones find room in its memory."""
+        started = time.monotonic()
+        pool = torch.cuda.graph_pool_handle()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        for size in reversed(self.ladder):
+            torch.cuda.synchronize()
+            with torch.cuda.stream(side):
+                self._forward(size, _Recording())  # loads kernels and makes libraries allocate what they keep
+            torch.cuda.synchronize()
+            gc.collect()
+            with torch.cuda.stream(side):
+                self._passes[size] = self._capture(size, pool)
+        torch.cuda.synchronize()
+        logger.info("prefill graphs of %d sizes captured in %.1f s", len(self._passes), time.monotonic() - started)
+
+    def run(self, batch: ForwardBatch) -> Tensor | None:
+        """What the model gives for `batch`: fp32 [wanted rows, vocabulary], or None on a rank without logits."""
+        tokens = batch.token_ids.shape[0]
+        captured = self._passes[self.ladder[bisect_left(self.ladder, tokens)]]
+        self._fill(batch, tokens)
+        for graph, call in zip(captured.graphs, captured.calls, strict=False):
+            graph.replay()
+            for work in batch.groups[call.group].work:
+                work.attend(call.q, call.keys, call.values, call.sinks, call.scale, call.out)
+        captured.graphs[-1].replay()
+        logits: Tensor | None = self._model.lm_head(captured.hidden[batch.logits_rows])
+        return logits
+
+    def _fill(self, batch: ForwardBatch, tokens: int) -> None:
+        """Bring a step's inputs to where the graphs read them. Rows beyond `tokens` keep those of some step before,
+        and store no keys.
+        """
+        self._live.fill_(tokens)
+        self._ids[:tokens].copy_(batch.token_ids)
+        self._positions[:tokens].copy_(batch.positions)
+        for slots, group in zip(self._slots, batch.groups, strict=True):
+            slots[tokens:].fill_(-1)
+            slots[:tokens].copy_(group.slots)
+
+    def _forward(self, size: int, recording: _Recording) -> Tensor:
+        groups = tuple(
+            GroupBatch(storage, slots[:size], (_Cut(number, recording),))
+            for number, (storage, slots) in enumerate(zip(self._storages, self._slots, strict=True))
+        )
+        batch = ForwardBatch(self._ids[:size], self._positions[:size], None, groups, live_rows=self._live)
+        hidden: Tensor = self._model.model(batch)
+        return hidden
+
+    def _capture(self, size: int, pool: Any) -> _Pass:
+        recording = _Capture(pool)
+        recording.begin()
+        try:
+            hidden = self._forward(size, recording)
+        finally:
+            recording.end()
+        calls = [
+            _Call(**values | {name: borrowed(values[name]) for name in ("q", "out")}) for values in recording.calls
+        ]
+        return _Pass(recording.graphs, calls, hidden)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A layer's attention; `q` and `out` lie in the graphs' memory, which later pieces use for other things."""
+
+    group: int
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    sinks: Tensor
+    scale: float
+    out: Tensor
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """
+    graphs: one more than calls, which come between them.
+    hidden: [size, hidden], what the last graph leaves.
+    """
+
+    graphs: list[torch.cuda.CUDAGraph]
+    calls: list[_Call]
+    hidden: Tensor
+
+
+class _Recording:
+    """Takes the place of attention in a pass; by itself it does nothing."""
+
+    def cut(self, **call: Any) -> None:
+        return None
+
+
+class _Capture(_Recording):
+    """Captures a pass in pieces."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self.calls: list[dict[str, Any]] = []
+
+    def begin(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self.graphs.append(graph)
+
+    def end(self) -> None:
+        self.graphs[-1].capture_end()
+
+    def cut(self, **call: Any) -> None:
+        self.end()
+        # Held on to, the memory of every layer's tensors would be kept apart; only its place is needed.
+        self.calls.append(call | {name: Place(call[name]) for name in ("q", "out")})
+        self.begin()
+
+
+@dataclass(frozen=True)
+class _Cut(AttentionWork):
+    group: int
+    recording: _Recording
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, scale: float, out: Tensor) -> None:
+        self.recording.cut(group=self.group, q=q, keys=keys, values=values, sinks=sinks, scale=scale, out=out)
+
+
+class Place:
+    """Where a bf16 tensor lies, without holding its memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        size = tensor.element_size()
+        assert size == 2
+        self.dtype = tensor.dtype
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "typestr": "<i2",
+            "shape": tuple(tensor.shape),
+            "strides": tuple(step * size for step in tensor.stride()),
+            "data": (tensor.data_ptr(), False),
+        }
+
+
+def borrowed(place: Place) -> Tensor:
+    """The tensor there."""
+    return torch.as_tensor(place, device="cuda").view(place.dtype)
