@@ -161,6 +161,8 @@ class BlockOutput:
     layout: ScaleLayout
     columns: int
     """Values a row."""
+    group_rows: int = 0
+    """COLUMNS only: rows of a group that has its scales to itself, [groups, blocks, group_rows]; 0: one group."""
 
     @property
     def row_bytes(self) -> int:
@@ -171,6 +173,13 @@ class BlockOutput:
     def blocks(self) -> int:
         """Scales a row."""
         return self.fmt.blocks(self.columns)
+
+    def place(self, row: Any, block: Any, padded_rows: Any) -> Any:
+        """Index of a scale among all; `padded_rows` as `ScaleLayout.padded_rows` gives them, without groups."""
+        if not self.group_rows:
+            return self.layout.offset(row, block, padded_rows, self.blocks)
+        inside = self.layout.offset(row % self.group_rows, block, self.group_rows, self.blocks)
+        return row // self.group_rows * (self.group_rows * self.blocks) + inside
 
     def lanes(self, count: int) -> int:
         """Lanes that share a block when each holds `count` values."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rose_dist.kernels import checks, launch
 from rose_dist.kernels.arch import DeviceInfo
+from rose_dist.kernels.expert_slots import COMPACT, PackedLayout
 from rose_dist.kernels.mxfp4 import BLOCK, dequantize_mxfp4
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES, PackedMxfp4
 from rose_dist.kernels.swiglu import ALPHA, clamped_swiglu
@@ -30,6 +31,8 @@ class ExpertRows:
     """int64 [experts + 1] or [experts]: where each expert's rows start."""
     most: int
     """Rows that the largest expert is expected to have: chooses the kernel. More are computed right, but slower."""
+    layout: PackedLayout = COMPACT
+    """How the rows were packed."""
 
 
 def expert_swiglu(

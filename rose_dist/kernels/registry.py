@@ -28,6 +28,7 @@ from rose_dist.kernels.cute.qk_norm import QKNormRope
 from rose_dist.kernels.cute.quantize import Dequantize, Quantize, decoded_count
 from rose_dist.kernels.cute.rms_norm import RMSNorm
 from rose_dist.kernels.cute.routing import Route
+from rose_dist.kernels.cute.row_experts import RowExperts
 from rose_dist.kernels.cute.small_linear import COLUMNS, SmallLinear
 from rose_dist.kernels.cute.swiglu import GatedActivation
 from rose_dist.kernels.exchange_layout import ExchangeLayout
@@ -79,8 +80,11 @@ MOE_ROWS = (
     (128, 4, 2880, torch.bfloat16, 0, True),
     (256, 8, 7168, torch.bfloat16, 0, False),
     (256, 8, 7168, torch.uint8, 56, False),
+    (128, 4, 2880, torch.uint8, 23, True),
 )
-"""Experts, k, hidden, payload, fp32 scales, bias: GPT-OSS 20b and 120b, DeepSeek-V3 in bf16 and in FP8."""
+"""Experts, k, hidden, payload, fp32 scales, bias: GPT-OSS 20b and 120b, DeepSeek-V3 in bf16 and in FP8, and GPT-OSS
+120b in FP8.
+"""
 
 GPT_OSS_EXCHANGE = ExchangeLayout(
     ranks=2, experts=128, top_k=4, max_tokens=128, row_bytes=5760, scale_bytes=0, result_bytes=5760
@@ -190,9 +194,12 @@ def _moe(arch: Arch) -> Iterator[Kernel]:
         copied = (width, scale_bytes, launch.widest(arch, scale_bytes))
         for layout in MOE_LAYOUTS:
             for splits in SPLITS.variants:
-                yield DispatchDecode(arch, experts, k, row_bytes, *copied, layout, splits, DECODE_THREADS)
+                for columns in {False, scales > 0}:
+                    yield DispatchDecode(arch, experts, k, row_bytes, *copied, columns, layout, splits, DECODE_THREADS)
             yield AssignSlots(arch, experts, k, layout, warps=8)
-        yield ScatterRows(arch, k, tile(row_bytes // width, width, SCATTER_SHAPE), *copied)
+        for columns in {False, scales > 0}:
+            yield ScatterRows(arch, k, tile(row_bytes // width, width, SCATTER_SHAPE), *copied, columns)
+        yield RowExperts(arch, experts)
         for table_width in (0, 3):
             yield MapExperts(arch, experts, k, table_width)
         bf16 = torch.bfloat16

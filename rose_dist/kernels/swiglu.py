@@ -74,13 +74,21 @@ def activate_quantized(
     fmt: BlockFormat,
     *,
     layout: ScaleLayout = ScaleLayout.ROWS,
+    group_rows: int = 0,
     global_scale: Tensor | None = None,
     alpha: float = ALPHA,
     limit: float = math.inf,
     bias: Tensor | None = None,
     rows: Rows = ALL_ROWS,
 ) -> tuple[Tensor, Tensor]:
-    """`quantize` of an activation's fp32 result; codes and scales as `quantize` gives them, dead rows unwritten."""
+    """`quantize` of an activation's fp32 result; codes and scales as `quantize` gives them, dead rows unwritten.
+
+    With `group_rows`, a multiple of 4 that divides the rows and needs COLUMNS, each group of rows has its scales to
+    itself: [groups, group_rows, blocks] with strides (blocks · group_rows, 1, group_rows). On a GPU only.
+    """
+    if group_rows and (layout is not ScaleLayout.COLUMNS or group_rows % 4 or gate_up.shape[0] % group_rows):
+        given = f"{gate_up.shape[0]} rows in layout {layout}"
+        raise checks.fail("group_rows", f"is {group_rows}, which {given} can't have")
     if gate is Gate.SILU:
         alpha, limit = 1.0, math.inf
     checks.global_scale(fmt, global_scale, gate_up.device)
@@ -88,8 +96,8 @@ def activate_quantized(
     if not gate_up.is_cuda:
         wide = _reference(gate, gate_up, alpha, limit, bias, rows)
         return quantize(wide, fmt, layout=layout, global_scale=global_scale)
-    codes, scales = launch.empty_quantized(fmt, layout, gate_up.shape[0], columns, gate_up.device)
-    output = BlockOutput(fmt, layout, columns)
+    codes, scales = launch.empty_quantized(fmt, layout, gate_up.shape[0], columns, gate_up.device, group_rows)
+    output = BlockOutput(fmt, layout, columns, group_rows)
     _launch(gate, gate_up, alpha, limit, bias, rows, codes, output=output, scales=scales, global_scale=global_scale)
     return codes, scales
 

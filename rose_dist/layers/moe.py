@@ -7,8 +7,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from rose_dist.comm.all_to_all.protocol import AllToAll, Routing
+from rose_dist.comm.all_to_all.protocol import AllToAll, Dispatched, Routing
+from rose_dist.kernels.formats import FP8
 from rose_dist.kernels.mxfp4_experts import ExpertRows
+from rose_dist.kernels.quantize import quantize
 from rose_dist.kernels.routing import Router, route
 from rose_dist.layers.expert_map import ExpertMap
 from rose_dist.layers.experts import Experts
@@ -33,12 +35,19 @@ class MoE(nn.Module):
         """[tokens, hidden] → [tokens, hidden], complete on every rank; rows from `live_rows` on hold anything."""
         chosen = route(self.router(x), self.rule, live_rows=live_rows)
         routing = Routing(self.expert_map(chosen.ids, live_rows), chosen.weights)
-        dispatched = self.exchange.dispatch(x, routing, rows=live_rows)
-        rows = ExpertRows(dispatched.counts, dispatched.offsets, self._most_rows(x.shape[0]))
-        expert_out = self.experts(dispatched.x, rows)
+        dispatched = self._dispatch(x, routing, live_rows)
+        rows = ExpertRows(dispatched.counts, dispatched.offsets, self._most_rows(x.shape[0]), dispatched.layout)
+        expert_out = self.experts(dispatched.x, rows, dispatched.scales)
         out = torch.empty_like(x)
-        self.exchange.combine(expert_out, dispatched, out=out)
+        self.exchange.combine(expert_out, dispatched, out=out, bias=self.experts.late_bias)
         return out
+
+    def _dispatch(self, x: Tensor, routing: Routing, live_rows: Tensor | None) -> Dispatched:
+        """Rows travel in FP8 where the exchange has room for scales: they are quantised once, not once an expert."""
+        if not self.exchange.config.scale_dim:
+            return self.exchange.dispatch(x, routing, rows=live_rows)
+        codes, scales = quantize(x, FP8, live_rows=live_rows)
+        return self.exchange.dispatch(codes, routing, scales=scales, rows=live_rows)
 
     def _most_rows(self, tokens: int) -> int:
         """Rows of the largest expert, three standard deviations above the mean of an even spread."""

@@ -24,7 +24,7 @@ from rose_dist.engine.runner import ModelRunner
 from rose_dist.engine.step import SequenceStep, Step
 from rose_dist.kernels import paged_prefill
 from rose_dist.kernels.paged_attention import DecodeWorkspace
-from rose_dist.layers.experts import PackedMatrix
+from rose_dist.layers.expert_matrices import PackedMatrix
 from rose_dist.layers.forward_batch import KVStorage
 from rose_dist.models.build_options import BuildOptions
 from rose_dist.models.convert.random_weights import PRESETS, write_random_checkpoint

@@ -18,7 +18,7 @@ from rose_dist.engine.offline import OfflineSession
 from rose_dist.engine.protocol import Generate, SamplingParams
 from rose_dist.engine.runner import ModelRunner
 from rose_dist.engine.step import SequenceStep, Step
-from rose_dist.layers.experts import MoeWeights
+from rose_dist.layers.expert_matrices import MoeWeights
 from rose_dist.models.build_options import BuildOptions
 from rose_dist.models.convert.random_weights import PRESETS, write_random_checkpoint
 from rose_dist.models.loader import load_model

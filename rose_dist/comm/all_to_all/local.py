@@ -75,6 +75,15 @@ class Local(AllToAll):
         handle.enter(self, "dispatch_recv")
         return handle.dispatched()
 
+    def combine(
+        self, expert_out: torch.Tensor, dispatched: Dispatched, *, out: torch.Tensor, accumulate: bool = False,
+        bias: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        handle = dispatched.handle
+        if isinstance(handle, GpuHandle):
+            handle.bias, bias = bias, None  # the kernel that sums adds it
+        super().combine(expert_out, dispatched, out=out, accumulate=accumulate, bias=bias)
+
     def combine_send(self, expert_out: torch.Tensor, dispatched: Dispatched) -> None:
         handle = dispatched.handle
         assert isinstance(handle, LocalHandle | GpuHandle)
