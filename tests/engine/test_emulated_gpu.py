@@ -4,6 +4,7 @@ operations run as they are. Shows that layers hand the kernels what they take, a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,17 @@ from rose_dist.engine.decode_graphs import DecodeGraphs
 from rose_dist.engine.paged_planner import PagedPlanner
 from rose_dist.engine.runner import ModelRunner
 from rose_dist.engine.step import SequenceStep, Step
-from rose_dist.kernels import paged_prefill
+from rose_dist.kernels import deep_gemm, fp8_experts, paged_prefill
+from rose_dist.kernels.arch import HOPPER, DeviceInfo
 from rose_dist.kernels.paged_attention import DecodeWorkspace
-from rose_dist.layers.expert_matrices import PackedMatrix
+from rose_dist.layers.expert_matrices import MoeWeights, PackedMatrix
 from rose_dist.layers.forward_batch import KVStorage
 from rose_dist.models.build_options import BuildOptions
 from rose_dist.models.convert.random_weights import PRESETS, write_random_checkpoint
-from rose_dist.models.gpt_oss import GptOssForCausalLM
+from rose_dist.models.gpt_oss import GptOssForCausalLM, fp8_exchange
 from rose_dist.models.loader import load_model
 from tests.kernels.conftest import emulated
+from tests.kernels.deep_gemm_emulation import EmulatedDeepGemm
 
 CONFIG = PRESETS["tiny"] | {
     "num_hidden_layers": 2, "num_experts": 4, "experts_per_token": 2, "vocab_size": 64, "head_dim": 64,
@@ -66,7 +69,7 @@ def resident(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return settle
 
 
-def moved(model: GptOssForCausalLM, place: Any) -> None:
+def moved(model: GptOssForCausalLM, place: Any, way: str) -> None:
     """Put the weights into emulated memory, and give the model the exchange of a GPU."""
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
@@ -82,16 +85,27 @@ def moved(model: GptOssForCausalLM, place: Any) -> None:
         expert_map.load = place(expert_map.load)
     exchange = model.model.exchange
     assert isinstance(exchange, Local)
-    on_gpu = Local(exchange.config, gpu=GpuOptions(device=torch.device("cuda", 0)))
+    sizes, gpu = exchange.config, GpuOptions(device=torch.device("cuda", 0))
+    if way != "mxfp4":
+        sizes, gpu = fp8_exchange(sizes, gpu, Layout.of(1))
+    if way == "fp8, as many tokens are":
+        gpu = replace(gpu, few_layout=None)
+    on_gpu = Local(sizes, gpu=gpu)
     for layer in model.model.layers:
         assert isinstance(layer, nn.Module)
         layer.mlp.exchange = on_gpu
 
 
+@pytest.mark.parametrize("way", ["mxfp4", "fp8", "fp8, as many tokens are"])
 @torch.inference_mode()
-def test_a_decode_step_is_that_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_those_of_the_cpu(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill and decode. FP8: what the GPU computes is what the CPU's reference does, rounded in the same places."""
     write_random_checkpoint(CONFIG, tmp_path)
-    options = BuildOptions(World.join().groups(Layout.of(1)), 32, torch.bfloat16, moe_weights="mxfp4")
+    kind: MoeWeights = "mxfp4" if way == "mxfp4" else "fp8"
+    options = BuildOptions(World.join().groups(Layout.of(1)), 32, torch.bfloat16, moe_weights=kind)
+    library = EmulatedDeepGemm()
+    monkeypatch.setattr(deep_gemm, "load", lambda: library)
+    monkeypatch.setattr(fp8_experts, "device_info", lambda index: DeviceInfo(HOPPER, 4))
     plain = ModelRunner(load_model(tmp_path, options), SIZES)
     prefill = Step([SequenceStep([1, 2, 3, 4, 5] * 4, 0, [(0, [3, 5]), (0, [2, 4])], True)])
     decode = Step(
@@ -108,7 +122,7 @@ def test_a_decode_step_is_that_of_the_cpu(tmp_path: Path, monkeypatch: pytest.Mo
     runner = ModelRunner(model, SIZES)
     gpu = emulated(monkeypatch, "sm_90a")
     place = resident(gpu, monkeypatch)
-    moved(model, place)
+    moved(model, place, way)
     storages = [KVStorage(place(s.keys), place(s.values)) for s in runner.storages]
     runner.sampled = place(torch.tensor([7, 9, 0, 0]))
     workspace = DecodeWorkspace.allocate(
@@ -140,6 +154,10 @@ def test_a_decode_step_is_that_of_the_cpu(tmp_path: Path, monkeypatch: pytest.Mo
     ran = {type(kernel).__name__ for kernel in gpu.kernels}
     assert ran >= {"Embed", "RMSNorm", "QKNormRope", "Route", "DispatchDecode", "Combine"}, ran
     assert len(ran) >= 8, ran  # besides, attention's and the experts'
+    if kind == "fp8":
+        assert ran >= {"Quantize", "RowExperts", "GatedActivation"}, ran
+        # Two steps of two layers with two products each.
+        assert library.calls == ["masked" if way == "fp8" else "contiguous"] * 8
 
 
 def flash_beside(q: torch.Tensor, *arguments: Any) -> Any:
