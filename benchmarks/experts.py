@@ -1,10 +1,11 @@
 """GPT-OSS's MXFP4 expert layers on one GPU: checked against fp32 first, then timed in CUDA graphs.
 
-    python -m benchmarks.experts [--models gpt-oss-120b gpt-oss-20b] [--tokens 1 2 4 …] [--sweep] [--out FOLDER]
+    python -m benchmarks.experts [--models gpt-oss-120b gpt-oss-20b] [--tokens 1 2 4 …] [--sweep] [--fp8] [--out FOLDER]
 
 Routing is uniform: every token goes to 4 distinct experts at random. A graph goes through several layers, each with its
 own weights, so that none are left in L2 from the time before. Bytes are those of the experts touched, once; the share
-is that of this run's copy rate. `--sweep` times other shapes of the kernel too. A failed check ends the run.
+is that of this run's copy rate. `--sweep` times other shapes of the kernel too, `--fp8` FP8 experts and whole MoE
+blocks beside them (`experts_fp8.py`), with an empty `--tokens` nothing else. A failed check ends the run.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import experts_fp8
 from benchmarks.graphs import copy_rate, table, time_call
 from rose_dist.kernels import launch
 from rose_dist.kernels.mxfp4 import dequantize_mxfp4
@@ -169,16 +171,23 @@ def sweep(layers: list[Layer], tokens: int, shape: StreamShape | None, rate: flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS), help="without a number: none")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--fp8", action="store_true", help="FP8 experts and whole blocks; needs DeepGEMM")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     begin = time.perf_counter()
     rate = copy_rate()
-    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0), "copy TB/s": rate / 1e6, "rows": [], "sweep": []}
+    results: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(0),
+        "copy TB/s": rate / 1e6,
+        "rows": [],
+        "sweep": [],
+        "fp8": [],
+    }
     print(f"copy rate {rate / 1e6:.2f} TB/s", flush=True)
     for model in arguments.models:
-        layers = [Layer.random(MODELS[model]) for _ in range(LAYERS)]
+        layers = [Layer.random(MODELS[model]) for _ in range(LAYERS if arguments.tokens or arguments.sweep else 0)]
         for tokens in arguments.tokens:
             torch.manual_seed(tokens)
             error = check(layers[0], tokens, MODELS[model])
@@ -193,9 +202,13 @@ def main() -> None:
                     print(f"[{time.perf_counter() - begin:5.1f} s] {results['sweep'][-1]}", flush=True)
         del layers
         torch.cuda.empty_cache()
+        if arguments.fp8:
+            for row in experts_fp8.rows(model, MODELS[model], rate):
+                results["fp8"].append(row)
+                print(f"[{time.perf_counter() - begin:5.1f} s] {row}", flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "experts.json").write_text(json.dumps(results, indent=1))
-    print(table(results["rows"]), table(results["sweep"]) if results["sweep"] else "", sep="\n")
+    print(*(table(results[name]) for name in ("rows", "sweep", "fp8") if results[name]), sep="\n")
 
 
 if __name__ == "__main__":
