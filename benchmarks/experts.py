@@ -178,13 +178,8 @@ def main() -> None:
     arguments = parser.parse_args()
     begin = time.perf_counter()
     rate = copy_rate()
-    results: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(0),
-        "copy TB/s": rate / 1e6,
-        "rows": [],
-        "sweep": [],
-        "fp8": [],
-    }
+    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0), "copy TB/s": rate / 1e6}
+    results |= {"rows": [], "sweep": [], "fp8": []}
     print(f"copy rate {rate / 1e6:.2f} TB/s", flush=True)
     for model in arguments.models:
         layers = [Layer.random(MODELS[model]) for _ in range(LAYERS if arguments.tokens or arguments.sweep else 0)]

@@ -1,8 +1,8 @@
 """FP8 experts by DeepGEMM, kernel by kernel, and whole MoE blocks in FP8 and in MXFP4; part of `benchmarks.experts`.
 
-A block is the engine's own: router, quantisation, dispatch, experts, combine. Weights and tokens are random, which spreads
-tokens over the experts about evenly. The first call of a shape waits for DeepGEMM to compile its kernel. A failed check
-ends the run.
+A block is the engine's own: router, quantisation, dispatch, experts, combine. Weights and tokens are random, which
+spreads tokens over the experts about evenly. The first call of a shape waits for DeepGEMM to compile its kernel. A
+failed check ends the run.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m benchmarks.load_memory [--gigabytes 2] [--ranks 2] [--moe-weights fp8]
 
-Makes a random bf16 GPT-OSS checkpoint of about that size, loads it in bf16, or with its experts in FP8, with the experts split over the ranks, and
-prints each rank's share of the weights, its peak resident memory (VmHWM, mapped file pages included) and the bound:
-1.3 × the share + 1 GB.
+Makes a random bf16 GPT-OSS checkpoint of about that size, loads it in bf16 (or its experts as FP8) with the experts
+split over the ranks, and prints each rank's share of the weights, its peak resident memory (VmHWM, mapped file pages
+included) and the bound: 1.3 × the share + 1 GB.
 """
 
 from __future__ import annotations
@@ -82,13 +82,8 @@ def main() -> None:
         environment = launch.environment(os.environ)
         mpirun = launch.mpirun(environment)
         command = [*mpirun[: mpirun.index(sys.executable)], sys.executable, "-m", "benchmarks.load_memory"]
-        printed = subprocess.run(
-            [*command, "--load", str(folder), "--moe-weights", arguments.moe_weights],
-            env=environment,
-            check=True,
-            stdout=subprocess.PIPE,
-            text=True,
-        ).stdout
+        command += ["--load", str(folder), "--moe-weights", arguments.moe_weights]
+        printed = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
     figures = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     rows: list[list[object]] = [
         [f["rank"], *(f"{f[name] / 1e9:.2f}" for name in ("share", "before", "peak")), f"{bound(f['share']) / 1e9:.2f}"]
@@ -96,9 +91,8 @@ def main() -> None:
     ]
     header = ["rank", "its weights, GB", "peak before loading, GB", "peak, GB", "bound, GB"]
     kept = arguments.moe_weights
-    text = f"A checkpoint of {size / 1e9:.2f} GB over {arguments.ranks} ranks, experts kept in {kept}.\n\n" + markdown(
-        header, rows
-    )
+    text = f"A checkpoint of {size / 1e9:.2f} GB over {arguments.ranks} ranks, experts kept in {kept}.\n\n"
+    text += markdown(header, rows)
     print(text)
     name = "load_memory" if kept == "bf16" else f"load_memory_{kept}"
     write(arguments.machine, name, "Memory while loading", "python -m benchmarks.load_memory", text, figures)
