@@ -74,7 +74,7 @@ def load() -> GroupedGemm:
         ) from error
     except (OSError, AssertionError, AttributeError, RuntimeError) as error:
         raise MissingToolchainError(
-            f"DeepGEMM can't be used ({type(error).__name__}: {error}): it must be {PACKAGE}, and CUDA_HOME must name a "
-            "CUDA toolkit of 12.9 or later with bin/nvcc; or choose --moe-weights mxfp4"
+            f"DeepGEMM can't be used ({type(error).__name__}: {error}): it must be {PACKAGE}, and CUDA_HOME must name "
+            "a CUDA toolkit of 12.9 or later with bin/nvcc; or choose --moe-weights mxfp4"
         ) from error
     return cast("GroupedGemm", module)
