@@ -19,9 +19,8 @@ from rose_dist.comm.all_to_all.local_gpu import GpuOptions
 from rose_dist.comm.all_to_all.protocol import AllToAllConfig, Routing
 from rose_dist.comm.expert_placement import Placement
 from rose_dist.comm.layout import Layout
-from rose_dist.kernels import deep_gemm
 from rose_dist.kernels.formats import FP8, ScaleLayout
-from rose_dist.kernels.fp8_experts import MANY, Fp8ExpertRows, Fp8Rows, fp8_expert_linear, fp8_expert_swiglu
+from rose_dist.kernels.fp8_experts import MANY, Fp8Rows, fp8_expert_linear, fp8_expert_swiglu
 from rose_dist.kernels.mxfp4_experts import ExpertRows
 from rose_dist.kernels.quantize import dequantize, quantize
 from rose_dist.kernels.routing import route
@@ -71,8 +70,11 @@ class Dispatched:
         # The exchange's buffers are used again.
         own = torch.empty_strided(given.scales.shape, given.scales.stride(), device=DEVICE).copy_(given.scales)
         self.x = Fp8Rows(given.x.clone(), own)
-        self.rows = ExpertRows(given.counts.clone(), given.offsets.clone(), block._most_rows(tokens), given.layout)
-        self.whose = Fp8ExpertRows(self.rows, given.x.shape[0])
+        assert given.slots is not None
+        listed = Rows(places=given.slots.flatten().clone(), experts=chosen.ids.flatten())
+        self.rows = ExpertRows(
+            given.counts.clone(), given.offsets.clone(), block._most_rows(tokens), given.layout, listed
+        )
 
 
 def check(block: MoE, tokens: int) -> float:
@@ -84,9 +86,9 @@ def check(block: MoE, tokens: int) -> float:
     assert isinstance(first, Fp8Matrix)
     assert isinstance(second, Fp8Matrix)
     h = fp8_expert_swiglu(
-        given.x, first.weight, experts.gate_up_proj_bias, given.whose, limit=LIMIT, dtype=torch.bfloat16
+        given.x, first.weight, experts.gate_up_proj_bias, given.rows, limit=LIMIT, dtype=torch.bfloat16
     )
-    y = fp8_expert_linear(h, second.weight, given.whose, torch.bfloat16)
+    y = fp8_expert_linear(h, second.weight, given.rows, torch.bfloat16)
     wide, wide_h = (by_rows(rows) for rows in (given.x, h))
     worst = 0.0
     for expert in given.rows.counts.nonzero().flatten().tolist()[:6]:
@@ -134,44 +136,26 @@ def rows(model: str, experts: int, rate: float) -> Iterator[dict[str, Any]]:
         yield {
             "model": model, "tokens": tokens, "packing": "contiguous" if given.rows.layout == MANY else "masked",
             "experts touched": touched, **us, "products % of copy": 100 * bytes_an_expert * touched / rate / products,
-            "products TFLOP/s": 2 * bytes_an_expert * tokens * TOP_K / products / 1e6,
-            "by rows us": by_row_tiles(kept, given) if given.rows.layout == MANY else None, "error": error,
+            "products TFLOP/s": 2 * bytes_an_expert * tokens * TOP_K / products / 1e6, "error": error,
         }  # fmt: skip
 
 
 def kernels(given: Dispatched) -> tuple[Callable[[Experts], Any], ...]:
     """First product, second product, and the activation between them."""
-    whose, experts = given.whose, given.whose.experts
-    gate_up = torch.randn(whose.total, 2 * HIDDEN, device=DEVICE).bfloat16()
-    group_rows = given.rows.layout.rows_per_expert
+    rows = given.rows
+    gate_up = torch.randn(given.x.codes.shape[0], 2 * HIDDEN, device=DEVICE).bfloat16()
 
     def activate(layer: Experts) -> Any:
         return activate_quantized(
-            Gate.CLAMPED_SWIGLU, gate_up, FP8, layout=ScaleLayout.COLUMNS, group_rows=group_rows, limit=LIMIT,
-            bias=layer.gate_up_proj_bias, rows=Rows(experts=experts),
+            Gate.CLAMPED_SWIGLU, gate_up, FP8, layout=ScaleLayout.COLUMNS, group_rows=rows.layout.rows_per_expert,
+            limit=LIMIT, bias=layer.gate_up_proj_bias, rows=rows.listed,
         )  # fmt: skip
 
     return (
-        lambda layer: fp8_expert_linear(given.x, layer.gate_up_proj.weight, whose, torch.bfloat16),
-        lambda layer: fp8_expert_linear(given.x, layer.down_proj.weight, whose, torch.bfloat16),
+        lambda layer: fp8_expert_linear(given.x, layer.gate_up_proj.weight, rows, torch.bfloat16),
+        lambda layer: fp8_expert_linear(given.x, layer.down_proj.weight, rows, torch.bfloat16),
         activate,
     )
-
-
-def by_row_tiles(layers: list[MoE], given: Dispatched) -> float:
-    """The first product with tiles named by rows instead of by where experts end."""
-    out = torch.empty(given.whose.total, 2 * HIDDEN, dtype=torch.bfloat16, device=DEVICE)
-    experts, gemm = given.whose.experts, deep_gemm.load()
-
-    def call(block: MoE) -> None:
-        matrix = block.experts.gate_up_proj
-        assert isinstance(matrix, Fp8Matrix)
-        weight = matrix.weight
-        gemm.m_grouped_fp8_gemm_nt_contiguous(
-            (given.x.codes, given.x.scales), (weight.codes, weight.scales), out, experts
-        )
-
-    return per_layer(layers, call)
 
 
 def per_layer(layers: list[MoE], call: Callable[[MoE], Any]) -> float:

@@ -186,7 +186,7 @@ class BlockOutput:
         return max(self.fmt.block // count, 1)
 
     def __str__(self) -> str:
-        return f"{self.fmt}/{self.layout}"
+        return f"{self.fmt}/{self.layout}" + (f"/{self.group_rows}" if self.group_rows else "")
 
 
 def _up(n: Any, multiple: int) -> Any:

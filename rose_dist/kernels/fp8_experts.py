@@ -7,7 +7,6 @@ It takes no bias: the first layer's goes into the activation, the second's into 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.formats import E4M3_MAX, FP8, MIN_AMAX, ScaleLayout
 from rose_dist.kernels.mxfp4_experts import ExpertRows
 from rose_dist.kernels.quantize import dequantize, quantize
-from rose_dist.kernels.row_experts import row_experts
 from rose_dist.kernels.swiglu import ALPHA, Gate, Rows, activate_quantized
 
 BLOCK = 128
@@ -96,31 +94,8 @@ class Fp8Rows:
         return cls(*quantize(x, FP8))
 
 
-@dataclass(frozen=True)
-class Fp8ExpertRows:
-    """Whose the rows are, once for both layers."""
-
-    rows: ExpertRows
-    total: int
-    """Rows, nobody's included."""
-
-    @cached_property
-    def _found(self) -> tuple[Tensor, Tensor]:
-        return row_experts(self.rows.counts, self.rows.offsets, self.total)
-
-    @property
-    def experts(self) -> Tensor:
-        """int32 [total], −1: nobody's."""
-        return self._found[0]
-
-    @property
-    def ends(self) -> Tensor:
-        """int32 [experts]."""
-        return self._found[1]
-
-
 def fp8_expert_swiglu(
-    x: Fp8Rows, weight: Fp8Weight, bias: Tensor, whose: Fp8ExpertRows, *, limit: float, dtype: torch.dtype,
+    x: Fp8Rows, weight: Fp8Weight, bias: Tensor, rows: ExpertRows, *, limit: float, dtype: torch.dtype,
     alpha: float = ALPHA,
 ) -> Fp8Rows:  # fmt: skip
     """h[r] = clamped_swiglu(weight[e] · x[r] + bias[e]), quantised, for the expert e that row r belongs to.
@@ -128,20 +103,28 @@ def fp8_expert_swiglu(
     Args:
         weight: [experts, 2 · intermediate, inputs]; even rows are gates, odd ones linear.
         bias: [experts, 2 · intermediate] of `dtype`.
+        rows: on a GPU with a list.
         dtype: to which the product is rounded; bf16 on a GPU.
     """
-    gate_up = fp8_expert_linear(x, weight, whose, dtype)
-    by_columns = gate_up.is_cuda
+    gate_up = fp8_expert_linear(x, weight, rows, dtype)
+    if not gate_up.is_cuda:
+        experts = torch.repeat_interleave(torch.arange(len(rows.counts), dtype=torch.int32), rows.counts)
+        codes, scales = activate_quantized(
+            Gate.CLAMPED_SWIGLU, gate_up, FP8, alpha=alpha, limit=limit, bias=bias, rows=Rows(experts=experts)
+        )
+        return Fp8Rows(codes, scales)
+    if rows.listed is None:
+        raise checks.fail("rows", "need a list on a GPU: without it the padding would be worked on too")
     codes, scales = activate_quantized(
-        Gate.CLAMPED_SWIGLU, gate_up, FP8, layout=ScaleLayout.COLUMNS if by_columns else ScaleLayout.ROWS,
-        group_rows=whose.rows.layout.rows_per_expert if by_columns else 0, alpha=alpha, limit=limit, bias=bias,
-        rows=Rows(experts=whose.experts),
+        Gate.CLAMPED_SWIGLU, gate_up, FP8, layout=ScaleLayout.COLUMNS, group_rows=rows.layout.rows_per_expert,
+        alpha=alpha, limit=limit, bias=bias, rows=rows.listed,
     )  # fmt: skip
     return Fp8Rows(codes, scales)
 
 
-def fp8_expert_linear(x: Fp8Rows, weight: Fp8Weight, whose: Fp8ExpertRows, dtype: torch.dtype) -> Tensor:
-    """y[r] = weight[e] · x[r] for the expert e that row r belongs to; nobody's rows are any.
+def fp8_expert_linear(x: Fp8Rows, weight: Fp8Weight, rows: ExpertRows, dtype: torch.dtype) -> Tensor:
+    """y[r] = weight[e] · x[r] for the expert e that row r belongs to; nobody's rows are any. On the CPU rows are packed
+    side by side.
 
     Returns:
         [rows, outputs] of `dtype`, which is bf16 on a GPU.
@@ -150,27 +133,26 @@ def fp8_expert_linear(x: Fp8Rows, weight: Fp8Weight, whose: Fp8ExpertRows, dtype
         KernelArgumentError: for shapes, dtypes or packings that don't fit.
         MissingToolchainError: on a GPU without DeepGEMM.
     """
-    rows = x.codes.shape[0]
-    checks.shape("codes", x.codes, whose.total, weight.codes.shape[2])
+    total, layout = x.codes.shape[0], rows.layout
+    checks.shape("codes", x.codes, None, weight.codes.shape[2])
     checks.dtype("codes", x.codes, torch.float8_e4m3fn)
     if not x.codes.is_cuda:
-        return _reference(x, weight, whose, dtype)
-    layout = whose.rows.layout
-    if layout not in (FEW, MANY) or rows % ALIGNMENT:
-        raise checks.fail("codes", f"has {rows} rows in {layout}; DeepGEMM takes {FEW} or {MANY}")
-    checks.dtype("the result", torch.empty(0, dtype=dtype), torch.bfloat16)
-    out = torch.empty(rows, weight.codes.shape[1], dtype=torch.bfloat16, device=x.codes.device)
+        return _reference(x, weight, rows, dtype)
+    if layout not in (FEW, MANY) or total % ALIGNMENT:
+        raise checks.fail("codes", f"has {total} rows in {layout}; DeepGEMM takes {FEW} or {MANY}")
+    if dtype is not torch.bfloat16:
+        raise checks.fail("dtype", f"is {dtype}; DeepGEMM's results are bfloat16")
+    out = torch.empty(total, weight.codes.shape[1], dtype=dtype, device=x.codes.device)
     gemm, matrices = deep_gemm.load(), (weight.codes, weight.scales)
     if layout == FEW:
         groups = (weight.codes.shape[0], ALIGNMENT, -1)
         gemm.m_grouped_fp8_fp4_gemm_nt_masked(
-            (x.codes.view(groups), x.scales), matrices, out.view(groups), whose.rows.counts,
-            min(whose.rows.most, ALIGNMENT),
-        )  # fmt: skip
+            (x.codes.view(groups), x.scales), matrices, out.view(groups), rows.counts, min(rows.most, ALIGNMENT)
+        )
     else:
         # A fixed number of expected rows: it would compile another kernel for many a length of prompt.
         gemm.m_grouped_fp8_gemm_nt_contiguous(
-            (x.codes, x.scales), matrices, out, whose.ends, use_psum_layout=True, expected_m_for_psum_layout=ALIGNMENT
+            (x.codes, x.scales), matrices, out, rows.ends, use_psum_layout=True, expected_m_for_psum_layout=ALIGNMENT
         )
     return out
 
@@ -183,10 +165,10 @@ def require(device: torch.device) -> None:
     deep_gemm.load()
 
 
-def _reference(x: Fp8Rows, weight: Fp8Weight, whose: Fp8ExpertRows, dtype: torch.dtype) -> Tensor:
-    out = torch.zeros(whose.total, weight.codes.shape[1], dtype=dtype)
+def _reference(x: Fp8Rows, weight: Fp8Weight, rows: ExpertRows, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(x.codes.shape[0], weight.codes.shape[1], dtype=dtype)
     wide = dequantize(x.codes, x.scales, FP8, dtype=torch.float32)
-    for expert, (start, end) in enumerate(zip(whose.rows.offsets.tolist(), whose.ends.tolist(), strict=False)):
+    for expert, (start, end) in enumerate(zip(rows.offsets.tolist(), rows.ends.tolist(), strict=False)):
         if end > start:
             out[start:end] = (wide[start:end] @ weight.dequantize(expert).T).to(dtype)
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from rose_dist.kernels.arch import DeviceInfo
 from rose_dist.kernels.expert_slots import COMPACT, PackedLayout
 from rose_dist.kernels.mxfp4 import BLOCK, dequantize_mxfp4
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES, PackedMxfp4
-from rose_dist.kernels.swiglu import ALPHA, clamped_swiglu
+from rose_dist.kernels.swiglu import ALPHA, Rows, clamped_swiglu
 from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, EXPERT_SHAPES, StreamShape, StreamTiling, gemm, stream
 
 SHARED_BYTES = 232448
@@ -33,6 +34,14 @@ class ExpertRows:
     """Rows that the largest expert is expected to have: chooses the kernel. More are computed right, but slower."""
     layout: PackedLayout = COMPACT
     """How the rows were packed."""
+    listed: Rows | None = None
+    """The rows that are somebody's, one by one, where the dispatch has a list of them."""
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """int32 [experts]: where each expert's rows end."""
+        ends = torch.empty(self.counts.shape, dtype=torch.int32, device=self.counts.device)
+        return torch.add(self.offsets[: self.counts.shape[0]], self.counts, out=ends)
 
 
 def expert_swiglu(

@@ -28,13 +28,13 @@ from rose_dist.kernels.cute.qk_norm import QKNormRope
 from rose_dist.kernels.cute.quantize import Dequantize, Quantize, decoded_count
 from rose_dist.kernels.cute.rms_norm import RMSNorm
 from rose_dist.kernels.cute.routing import Route
-from rose_dist.kernels.cute.row_experts import RowExperts
 from rose_dist.kernels.cute.small_linear import COLUMNS, SmallLinear
 from rose_dist.kernels.cute.swiglu import GatedActivation
 from rose_dist.kernels.exchange_layout import ExchangeLayout
 from rose_dist.kernels.exchange_tiling import PARTS
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.formats import FORMATS, FP8, MXFP8, BlockFormat, BlockOutput, Scale, ScaleLayout
+from rose_dist.kernels.fp8_experts import FEW
 from rose_dist.kernels.jit import Kernel
 from rose_dist.kernels.moe_dispatch import DECODE_THREADS, SCATTER_SHAPE, SPLITS
 from rose_dist.kernels.mxfp4 import BLOCK
@@ -176,6 +176,9 @@ def _activations(arch: Arch) -> Iterator[Kernel]:
             for shape in ACTIVATION_SHAPES.variants:
                 tiling = tile(columns // count, 2 * width, shape, group=output.lanes(count) if output else 1)
                 yield GatedActivation(arch, gate, dtype, tiling, width, bias, output)
+                if bias and fmt is FP8:
+                    grouped = BlockOutput(fmt, ScaleLayout.COLUMNS, columns, FEW.rows_per_expert)
+                    yield GatedActivation(arch, gate, dtype, tiling, width, bias, grouped, listed=True)
 
 
 def _routers(arch: Arch) -> Iterator[Kernel]:
@@ -199,7 +202,6 @@ def _moe(arch: Arch) -> Iterator[Kernel]:
             yield AssignSlots(arch, experts, k, layout, warps=8)
         for columns in {False, scales > 0}:
             yield ScatterRows(arch, k, tile(row_bytes // width, width, SCATTER_SHAPE), *copied, columns)
-        yield RowExperts(arch, experts)
         for table_width in (0, 3):
             yield MapExperts(arch, experts, k, table_width)
         bf16 = torch.bfloat16

@@ -35,6 +35,10 @@ class Rows:
     """int32 [1]: rows from there on are not live."""
     experts: Tensor | None = None
     """int32 [rows]: each row's expert; −1: not live."""
+    places: Tensor | None = None
+    """int32 [places]: the rows to work on, −1 for none, so that dead ones cost nothing. `experts` is then by place."""
+    first_expert: int = 0
+    """`experts` count from there."""
 
 
 ALL_ROWS = Rows()
@@ -117,6 +121,7 @@ def _activate(gate: Gate, gate_up: Tensor, alpha: float, limit: float, bias: Ten
 
 def _reference(gate: Gate, gate_up: Tensor, alpha: float, limit: float, bias: Tensor | None, rows: Rows) -> Tensor:
     wide = gate_up.float()
+    assert rows.places is None, "rows are listed on a GPU only"
     if bias is not None:
         assert rows.experts is not None
         wide = wide + bias.float()[rows.experts.clamp(min=0).long()]
@@ -132,20 +137,24 @@ def _launch(
 ) -> None:  # fmt: skip
     _check(gate_up, bias, rows)
     count, columns = gate_up.shape[0], gate_up.shape[1] // 2
-    if count == 0:
+    places = count if rows.places is None else rows.places.shape[0]
+    if count == 0 or places == 0:
         return
     device = launch.device(gate_up)
     size = gate_up.element_size()
     pointers = [t.data_ptr() for t in (gate_up, out, bias) if t is not None]
     vector_bytes = launch.widest(device.arch, gate_up.stride(0) * size, columns * size, *pointers)
-    shape = ACTIVATION_SHAPES.select(count // device.sms)
+    shape = ACTIVATION_SHAPES.select(places // device.sms)
     from rose_dist.kernels.cute import swiglu as cute  # noqa: PLC0415 - it loads the compiler
 
-    launcher = cute.launcher(device.arch, gate, gate_up.dtype, columns, shape, vector_bytes, bias is not None, output)
+    launcher = cute.launcher(
+        device.arch, gate, gate_up.dtype, columns, shape, vector_bytes, bias is not None, output,
+        rows.places is not None,
+    )  # fmt: skip
     padded_rows = 0 if output is None else output.layout.padded_rows(count)
     launch.run(
-        launcher, gate_up, gate_up, gate_up.stride(0), bias, rows.experts, rows.live, out, scales, padded_rows,
-        global_scale, count, alpha, limit,
+        launcher, gate_up, gate_up, gate_up.stride(0), bias, rows.experts, rows.first_expert, rows.places, rows.live,
+        out, scales, padded_rows, global_scale, places, alpha, limit,
     )  # fmt: skip
 
 
@@ -155,8 +164,15 @@ def _check(gate_up: Tensor, bias: Tensor | None, rows: Rows) -> None:
     checks.rows("gate_up", gate_up)
     checks.multiple("gate_up's columns", gate_up.shape[1], 32, "16 results are written at a time")
     checks.live_rows(rows.live, gate_up.device)
+    places = gate_up.shape[0]
+    if rows.places is not None:
+        checks.shape("rows.places", rows.places, None)
+        checks.dtype("rows.places", rows.places, torch.int32)
+        checks.same_device("rows.places", rows.places, gate_up.device)
+        checks.dense("rows.places", rows.places, 4)
+        places = rows.places.shape[0]
     if rows.experts is not None:
-        checks.shape("rows.experts", rows.experts, gate_up.shape[0])
+        checks.shape("rows.experts", rows.experts, places)
         checks.dtype("rows.experts", rows.experts, torch.int32)
         checks.same_device("rows.experts", rows.experts, gate_up.device)
         checks.dense("rows.experts", rows.experts, 4)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rose_dist.kernels.fp8_experts import Fp8ExpertRows, Fp8Rows, fp8_expert_linear, fp8_expert_swiglu
+from rose_dist.kernels.fp8_experts import Fp8Rows, fp8_expert_linear, fp8_expert_swiglu
 from rose_dist.kernels.grouped_linear import grouped_linear
 from rose_dist.kernels.mxfp4_experts import ExpertRows, expert_linear, expert_swiglu
 from rose_dist.kernels.swiglu import clamped_swiglu
@@ -81,9 +81,8 @@ class Experts(nn.Module):
             return expert_linear(activated, second.packed, b2, rows, early=True)
         if isinstance(first, Fp8Matrix) and isinstance(second, Fp8Matrix):
             given = Fp8Rows.of(x) if scales is None else Fp8Rows(x, scales)
-            whose = Fp8ExpertRows(rows, x.shape[0])
-            quantised = fp8_expert_swiglu(given, first.weight, b1, whose, limit=self.limit, dtype=self.dtype)
-            return fp8_expert_linear(quantised, second.weight, whose, self.dtype)
+            quantised = fp8_expert_swiglu(given, first.weight, b1, rows, limit=self.limit, dtype=self.dtype)
+            return fp8_expert_linear(quantised, second.weight, rows, self.dtype)
         assert isinstance(first, DenseMatrix)
         assert isinstance(second, DenseMatrix)
         activated = clamped_swiglu(grouped_linear(x, first.weight, b1, rows), limit=self.limit)

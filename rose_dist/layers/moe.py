@@ -12,6 +12,7 @@ from rose_dist.kernels.formats import FP8
 from rose_dist.kernels.mxfp4_experts import ExpertRows
 from rose_dist.kernels.quantize import quantize
 from rose_dist.kernels.routing import Router, route
+from rose_dist.kernels.swiglu import Rows
 from rose_dist.layers.expert_map import ExpertMap
 from rose_dist.layers.experts import Experts
 from rose_dist.layers.linear import Linear
@@ -36,7 +37,12 @@ class MoE(nn.Module):
         chosen = route(self.router(x), self.rule, live_rows=live_rows)
         routing = Routing(self.expert_map(chosen.ids, live_rows), chosen.weights)
         dispatched = self._dispatch(x, routing, live_rows)
-        rows = ExpertRows(dispatched.counts, dispatched.offsets, self._most_rows(x.shape[0]), dispatched.layout)
+        listed = None
+        if dispatched.slots is not None:
+            first = self.exchange.local_experts.start
+            listed = Rows(places=dispatched.slots.flatten(), experts=routing.ids.flatten(), first_expert=first)
+        most = self._most_rows(x.shape[0])
+        rows = ExpertRows(dispatched.counts, dispatched.offsets, most, dispatched.layout, listed)
         expert_out = self.experts(dispatched.x, rows, dispatched.scales)
         out = torch.empty_like(x)
         self.exchange.combine(expert_out, dispatched, out=out, bias=self.experts.late_bias)

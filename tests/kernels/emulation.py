@@ -29,7 +29,6 @@ from rose_dist.kernels.cute import (
     quantize,
     rms_norm,
     routing,
-    row_experts,
     small_linear,
     swiglu,
 )  # fmt: skip
@@ -39,7 +38,7 @@ from tests.ptx.machine import Machine
 _CACHES = (
     rms_norm.launcher, quantize.quantizer, quantize.dequantizer, qk_norm.launcher, swiglu.launcher,
     routing.launcher, embedding.launcher, expert_map.launcher, moe_combine.launcher, mxfp4_experts.launcher,
-    mxfp4_experts_prefill.launcher, paged_attention_decode.launcher, row_experts.launcher, small_linear.launcher,
+    mxfp4_experts_prefill.launcher, paged_attention_decode.launcher, small_linear.launcher,
 )  # fmt: skip
 
 _EMPTY = torch.empty

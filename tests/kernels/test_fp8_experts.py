@@ -20,7 +20,6 @@ from rose_dist.kernels.formats import FP8
 from rose_dist.kernels.fp8_experts import (
     FEW,
     MANY,
-    Fp8ExpertRows,
     Fp8Rows,
     Fp8Weight,
     fp8_expert_linear,
@@ -30,6 +29,7 @@ from rose_dist.kernels.fp8_experts import (
 from rose_dist.kernels.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from rose_dist.kernels.mxfp4_experts import ExpertRows
 from rose_dist.kernels.quantize import dequantize, quantize
+from rose_dist.kernels.swiglu import Rows
 from tests.kernels.conftest import RealGPU, emulated
 from tests.kernels.deep_gemm_emulation import EmulatedDeepGemm
 
@@ -80,13 +80,13 @@ class Case:
         return torch.cat([part @ self.weight.dequantize(e).double().T for e, part in enumerate(parts)])
 
 
-def rows_of(layout: PackedLayout, gpu: Any = None) -> ExpertRows:
+def rows_of(layout: PackedLayout, gpu: Any = None, listed: Rows | None = None) -> ExpertRows:
     counts = torch.tensor(COUNTS, dtype=torch.int32)
     place = gpu.tensor if gpu is not None else torch.clone
-    return ExpertRows(place(counts), place(layout.starts(counts)), max(COUNTS), layout)
+    return ExpertRows(place(counts), place(layout.starts(counts)), max(COUNTS), layout, listed)
 
 
-def packed(case: Case, layout: PackedLayout, gpu: Any) -> tuple[Fp8Rows, torch.Tensor, Fp8ExpertRows]:
+def packed(case: Case, layout: PackedLayout, gpu: Any) -> tuple[Fp8Rows, torch.Tensor, ExpertRows]:
     """The case's rows as a dispatch leaves them on a GPU, what it leaves unwritten being NaN; and where they are."""
     starts = layout.starts(torch.tensor(COUNTS))
     total = layout.capacity(sum(COUNTS), len(COUNTS))
@@ -99,7 +99,12 @@ def packed(case: Case, layout: PackedLayout, gpu: Any) -> tuple[Fp8Rows, torch.T
     group = layout.rows_per_expert or total
     columns = gpu.tensor(wide_scales.view(-1, group, scales.shape[1]).transpose(1, 2).contiguous()).transpose(1, 2)
     given = Fp8Rows(gpu.tensor(wide).view(torch.float8_e4m3fn), columns if layout.rows_per_expert else columns[0])
-    return given, places, Fp8ExpertRows(rows_of(layout, gpu), total)
+    # As a dispatch lists them: by token, with pairs of other ranks' experts, whose ids count from 10 here.
+    order = torch.randperm(len(places))
+    slots = torch.cat([torch.tensor([-1]), places[order], torch.tensor([-1])]).int()
+    ids = torch.cat([torch.tensor([3]), case.experts[order] + 10, torch.tensor([-1])]).int()
+    listed = Rows(places=gpu.tensor(slots), experts=gpu.tensor(ids), first_expert=10)
+    return given, places, rows_of(layout, gpu, listed)
 
 
 def moved(weight: Fp8Weight, gpu: Any) -> Fp8Weight:
@@ -127,8 +132,8 @@ SHAPES = [(256, 128), (320, 192), (192, 96)]
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_deep_gemm_matches_float64(hopper: Any, layout: PackedLayout, outputs: int, inputs: int) -> None:
     case = Case.random(outputs, inputs)
-    given, places, whose = packed(case, layout, hopper)
-    got = hopper.plain(fp8_expert_linear(given, moved(case.weight, hopper), whose, torch.bfloat16))
+    given, places, rows = packed(case, layout, hopper)
+    got = hopper.plain(fp8_expert_linear(given, moved(case.weight, hopper), rows, torch.bfloat16))
     assert error(got[places], case.exact(decoded(case.x))) < 4e-3
     if not hopper.real:
         assert hopper.library.calls == ["masked" if layout == FEW else "contiguous"]
@@ -144,14 +149,14 @@ def test_real_shapes(layout: PackedLayout, outputs: int, inputs: int, monkeypatc
     pytest.importorskip("deep_gemm")
     gpu = RealGPU(monkeypatch)
     case = Case.random(outputs, inputs)
-    given, places, whose = packed(case, layout, gpu)
+    given, places, rows = packed(case, layout, gpu)
     weight = moved(case.weight, gpu)
-    got = fp8_expert_linear(given, weight, whose, torch.bfloat16).cpu()
+    got = fp8_expert_linear(given, weight, rows, torch.bfloat16).cpu()
     with monkeypatch.context() as patched:
         patched.setattr(deep_gemm, "load", EmulatedDeepGemm)
         torch.set_default_device("cuda")
         try:
-            wanted = fp8_expert_linear(given, weight, whose, torch.bfloat16).cpu()
+            wanted = fp8_expert_linear(given, weight, rows, torch.bfloat16).cpu()
         finally:
             torch.set_default_device("cpu")
     assert error(got[places], wanted[places].double()) < 2e-3
@@ -165,12 +170,13 @@ def test_tiles_by_rows_give_the_same_as_ends(monkeypatch: pytest.MonkeyPatch) ->
     pytest.importorskip("deep_gemm")
     gpu = RealGPU(monkeypatch)
     case = Case.random(512, 256)
-    given, places, whose = packed(case, MANY, gpu)
+    given, places, rows = packed(case, MANY, gpu)
     weight = moved(case.weight, gpu)
-    by_ends = fp8_expert_linear(given, weight, whose, torch.bfloat16)
-    by_rows = torch.empty_like(by_ends)
+    by_ends = fp8_expert_linear(given, weight, rows, torch.bfloat16)
+    by_rows, experts = torch.empty_like(by_ends), torch.full((by_ends.shape[0],), -1, dtype=torch.int32)
+    experts[places] = case.experts.int()
     deep_gemm.load().m_grouped_fp8_gemm_nt_contiguous(
-        (given.codes, given.scales), (weight.codes, weight.scales), by_rows, whose.experts
+        (given.codes, given.scales), (weight.codes, weight.scales), by_rows, experts.cuda()
     )
     assert torch.equal(by_rows.cpu()[places], by_ends.cpu()[places])
 
@@ -179,9 +185,9 @@ def test_tiles_by_rows_give_the_same_as_ends(monkeypatch: pytest.MonkeyPatch) ->
 def test_swiglu_matches_float64(hopper: Any, layout: PackedLayout) -> None:
     """With bias; what it leaves is what the second layer takes."""
     case = Case.random(2 * 192, 192)
-    given, places, whose = packed(case, layout, hopper)
+    given, places, rows = packed(case, layout, hopper)
     activated = fp8_expert_swiglu(
-        given, moved(case.weight, hopper), hopper.tensor(case.bias), whose, limit=LIMIT, dtype=torch.bfloat16
+        given, moved(case.weight, hopper), hopper.tensor(case.bias), rows, limit=LIMIT, dtype=torch.bfloat16
     )
     wanted = activation(case.exact(decoded(case.x)) + case.bias.double()[case.experts])
     codes = hopper.plain(activated.codes).view(torch.uint8)[places].view(torch.float8_e4m3fn)
@@ -191,17 +197,17 @@ def test_swiglu_matches_float64(hopper: Any, layout: PackedLayout) -> None:
     second = Case(case.x, Fp8Weight.empty(len(COUNTS), 192, 192), case.bias)
     for expert in range(len(COUNTS)):
         second.weight.store(expert, torch.randn(192, 192) / 14)
-    got = hopper.plain(fp8_expert_linear(activated, moved(second.weight, hopper), whose, torch.bfloat16))
+    got = hopper.plain(fp8_expert_linear(activated, moved(second.weight, hopper), rows, torch.bfloat16))
     assert error(got[places], second.exact(dequantize(codes, scales, FP8, dtype=torch.float32).double())) < 4e-3
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_reference_matches_float64(outputs: int, inputs: int) -> None:
     case = Case.random(outputs, inputs)
-    whose = Fp8ExpertRows(rows_of(COMPACT), sum(COUNTS))
-    got = fp8_expert_linear(Fp8Rows.of(case.x.float()), case.weight, whose, torch.float32)
+    rows = rows_of(COMPACT)
+    got = fp8_expert_linear(Fp8Rows.of(case.x.float()), case.weight, rows, torch.float32)
     assert error(got, case.exact(decoded(case.x))) < 1e-6
-    h = fp8_expert_swiglu(Fp8Rows.of(case.x), case.weight, case.bias.float(), whose, limit=LIMIT, dtype=torch.float32)
+    h = fp8_expert_swiglu(Fp8Rows.of(case.x), case.weight, case.bias.float(), rows, limit=LIMIT, dtype=torch.float32)
     wanted = activation(case.exact(decoded(case.x)) + case.bias.double()[case.experts])
     assert error(dequantize(h.codes, h.scales, FP8, dtype=torch.float32), wanted) < 0.03
 
@@ -233,14 +239,17 @@ def test_mxfp4_becomes_fp8_without_loss() -> None:
 
 def test_bad_arguments(hopper: Any) -> None:
     case = Case.random(128, 128)
-    given, _, whose = packed(case, FEW, hopper)
+    given, _, rows = packed(case, FEW, hopper)
     weight = moved(case.weight, hopper)
     with pytest.raises(KernelArgumentError, match=r"codes: has 512 rows in PackedLayout\(alignment=1"):
-        fp8_expert_linear(given, weight, Fp8ExpertRows(rows_of(COMPACT, hopper), 512), torch.bfloat16)
-    with pytest.raises(KernelArgumentError, match=r"codes: shape is \(512, 128\); needs \(511, 128\)"):
-        fp8_expert_linear(given, weight, Fp8ExpertRows(whose.rows, 511), torch.bfloat16)
+        fp8_expert_linear(given, weight, rows_of(COMPACT, hopper), torch.bfloat16)
+    with pytest.raises(KernelArgumentError, match=r"codes: shape is \(512, 128\); needs \(any, 64\)"):
+        fp8_expert_linear(given, Fp8Weight.empty(4, 128, 64), rows, torch.bfloat16)
+    bias = hopper.tensor(case.bias)
+    with pytest.raises(KernelArgumentError, match="rows: need a list"):
+        fp8_expert_swiglu(given, weight, bias, rows_of(FEW, hopper), limit=LIMIT, dtype=torch.bfloat16)
     with pytest.raises(KernelArgumentError, match="dtype"):
-        fp8_expert_linear(given, weight, whose, torch.float32)
+        fp8_expert_linear(given, weight, rows, torch.float32)
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

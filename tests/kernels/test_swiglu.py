@@ -83,6 +83,21 @@ def test_quantised_output(gpu: Any, gate: Gate, fmt: BlockFormat) -> None:
     assert (got - wanted).abs().max() < wanted.abs().max() * (0.3 if fmt is MXFP4 else 0.13)
 
 
+def test_rows_by_list(gpu: Any) -> None:
+    """As a dispatch leaves them: −1 for none, experts by place, other ranks' and dead tokens' ids beyond those here."""
+    x, bias = (torch.randn(9, 2 * 256) * 3).bfloat16(), torch.randn(3, 2 * 256).bfloat16()
+    places, ids = torch.tensor([7, -1, 0, 3, 5]).int(), torch.tensor([12, 4, 10, 11, -1]).int()
+    rows = Rows(places=gpu.tensor(places), experts=gpu.tensor(ids), first_expert=10)
+    out = gpu.plain(clamped_swiglu(gpu.tensor(x), limit=LIMIT, bias=gpu.tensor(bias), rows=rows))
+    live = [7, 0, 3]
+    assert_close(out[live], exact(Gate.CLAMPED_SWIGLU, x.double()[live] + bias.double()[[2, 0, 1]]))
+    assert (out[[1, 2, 4, 5, 6, 8]].view(torch.int16) == -23131).all()  # 0xA5A5: never written
+    many = Rows(places=gpu.tensor(torch.arange(8).repeat(9 * gpu.info.sms).int()))
+    assert_close(
+        gpu.plain(clamped_swiglu(gpu.tensor(x), limit=LIMIT, rows=many))[:8], exact(Gate.CLAMPED_SWIGLU, x[:8])
+    )
+
+
 def test_scales_of_groups_of_rows(gpu: Any) -> None:
     """[groups, group rows, blocks] by columns, as DeepGEMM's masked GEMM wants them; dead rows have none."""
     x, experts = (torch.randn(16, 2 * 320) * 3).bfloat16(), torch.tensor([0, 0, 0, -1, -1, -1, -1, -1] * 2).int()

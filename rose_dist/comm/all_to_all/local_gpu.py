@@ -46,7 +46,7 @@ class GpuHandle(Handle):
 
     def dispatched(self) -> Dispatched:
         packed = self.packed
-        return Dispatched(packed.x, packed.scales, packed.counts, packed.offsets, self, self.layout)
+        return Dispatched(packed.x, packed.scales, packed.counts, packed.offsets, self, self.layout, packed.slots)
 
 
 class LocalGpu:

@@ -103,6 +103,10 @@ class Dispatched:
     handle: Handle
     layout: PackedLayout = COMPACT
     """How the rows are packed."""
+    slots: torch.Tensor | None = None
+    """Where all tokens are this GPU's: int32 [tokens, top_k], the row of each pair, −1 if its expert is not here. For
+    tokens from the bound on they are any, and `handle.routing.ids` should be −1.
+    """
 
 
 class AllToAll(Protocol):
