@@ -135,6 +135,8 @@ def test_deep_gemm_matches_float64(hopper: Any, layout: PackedLayout, outputs: i
     given, places, rows = packed(case, layout, hopper)
     got = hopper.plain(fp8_expert_linear(given, moved(case.weight, hopper), rows, torch.bfloat16))
     assert error(got[places], case.exact(decoded(case.x))) < 4e-3
+    starts = layout.starts(torch.tensor(COUNTS))[:-1]
+    assert hopper.plain(rows.ends).tolist() == (starts + torch.tensor(COUNTS)).tolist(), "or padding is work"
     if not hopper.real:
         assert hopper.library.calls == ["masked" if layout == FEW else "contiguous"]
 
