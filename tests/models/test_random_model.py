@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from rose_dist.comm.all_to_all.local import Local
+from rose_dist.comm.all_to_all.local_gpu import GpuOptions
 from rose_dist.comm.all_to_all.protocol import AllToAllConfig
-from rose_dist.comm.layout import Layout
+from rose_dist.comm.layout import Layout, LayoutError
 from rose_dist.comm.world import World
 from rose_dist.engine.config import EngineConfig
 from rose_dist.engine.runner import ModelRunner
@@ -23,7 +24,7 @@ from rose_dist.layers import experts
 from rose_dist.layers.expert_matrices import MoeWeights
 from rose_dist.models.build_options import BuildOptions
 from rose_dist.models.convert.random_weights import PRESETS, write_random_checkpoint
-from rose_dist.models.gpt_oss import GptOssForCausalLM, GptOssModel
+from rose_dist.models.gpt_oss import GptOssForCausalLM, GptOssModel, fp8_exchange
 from rose_dist.models.loader import load_model, random_model, read_model_config
 from tests.models.forward import all_logits
 from tests.ranks import run_ranks
@@ -102,6 +103,12 @@ def test_fp8_experts_spread_over_ranks(tmp_path: Path, sizes: dict[str, int]) ->
         for prompt, expected in (alone if found is not None else {}).items():
             if prompt in found:
                 np.testing.assert_allclose(found[prompt], expected, atol=1e-3)
+
+
+def test_fp8_on_gpus_is_refused_between_replicas() -> None:
+    sizes = AllToAllConfig(num_experts=8, top_k=4, hidden=64, max_tokens=1, dtype=torch.bfloat16)
+    with pytest.raises(LayoutError, match="an ep that divides tp, or --moe-weights mxfp4"):
+        fp8_exchange(sizes, GpuOptions(device=torch.device("cuda", 0)), Layout(2, tp=1, dp=2, ep=2))
 
 
 @pytest.mark.parametrize(
