@@ -37,12 +37,10 @@ class MoE(nn.Module):
         chosen = route(self.router(x), self.rule, live_rows=live_rows)
         routing = Routing(self.expert_map(chosen.ids, live_rows), chosen.weights)
         dispatched = self._dispatch(x, routing, live_rows)
-        listed = None
-        if dispatched.slots is not None:
-            first = self.exchange.local_experts.start
-            listed = Rows(places=dispatched.slots.flatten(), experts=routing.ids.flatten(), first_expert=first)
-        most = self._most_rows(x.shape[0])
-        rows = ExpertRows(dispatched.counts, dispatched.offsets, most, dispatched.layout, listed)
+        rows = ExpertRows(
+            dispatched.counts, dispatched.offsets, self._most_rows(x.shape[0]), dispatched.layout,
+            self._listed(dispatched, routing),
+        )  # fmt: skip
         expert_out = self.experts(dispatched.x, rows, dispatched.scales)
         out = torch.empty_like(x)
         self.exchange.combine(expert_out, dispatched, out=out, bias=self.experts.late_bias)
@@ -54,6 +52,13 @@ class MoE(nn.Module):
             return self.exchange.dispatch(x, routing, rows=live_rows)
         codes, scales = quantize(x, FP8, live_rows=live_rows)
         return self.exchange.dispatch(codes, routing, scales=scales, rows=live_rows)
+
+    def _listed(self, dispatched: Dispatched, routing: Routing) -> Rows | None:
+        """Experts that take quantised rows go by the pairs, and not by rows of which many are padding."""
+        if dispatched.scales is None or dispatched.slots is None:
+            return None
+        first = self.exchange.local_experts.start
+        return Rows(places=dispatched.slots.flatten(), experts=routing.ids.flatten(), first_expert=first)
 
     def _most_rows(self, tokens: int) -> int:
         """Rows of the largest expert, three standard deviations above the mean of an even spread."""

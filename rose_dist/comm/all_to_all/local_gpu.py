@@ -109,8 +109,11 @@ class LocalGpu:
     def _layouts(self) -> list[tuple[PackedLayout, int]]:
         """Each with the most tokens that it is used for."""
         few, most = self.options.few_layout, self.config.max_tokens
-        several = [] if few is None else [(few, min(most, few.rows_per_expert))]
-        return several if several and most <= several[0][1] else [*several, (self.options.layout, most)]
+        if few is None:
+            return [(self.options.layout, most)]
+        if most <= few.rows_per_expert:
+            return [(few, most)]
+        return [(few, few.rows_per_expert), (self.options.layout, most)]
 
     def _layout_for(self, tokens: int) -> PackedLayout:
         few = self.options.few_layout
