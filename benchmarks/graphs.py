@@ -45,10 +45,10 @@ def time_call(call: Call, *, calls: int = 20, replays: int = 0, meet: Call = lam
     return statistics.median(samples[2:])
 
 
-def copy_rate(size: int = 4 << 30) -> float:
-    """Bytes a microsecond of a device-to-device copy that moves `size` bytes, read and written counted.
+def copy_rate(size: int = 4 << 30, copies: int = 1) -> float:
+    """Bytes a microsecond of device-to-device copies that move `size` bytes each, read and written counted.
 
-    Launched by itself: as a node of a graph the same copy takes half as long again.
+    Launched by themselves, `copies` in a row: as a node of a graph the same copy takes half as long again.
     """
     source = torch.randn(size // 8, device="cuda")
     target = torch.empty_like(source)
@@ -56,10 +56,11 @@ def copy_rate(size: int = 4 << 30) -> float:
     for _ in range(20):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        target.copy_(source)
+        for _ in range(copies):
+            target.copy_(source)
         end.record()
         end.synchronize()
-        samples.append(begin.elapsed_time(end) * 1e3)
+        samples.append(begin.elapsed_time(end) * 1e3 / copies)
     return size / statistics.median(samples[2:])
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from benchmarks import kernel_variants
+from benchmarks.graphs import Call
 from rose_dist.kernels.embedding import embed
 from rose_dist.kernels.formats import FORMATS, FP8, MXFP8, NVFP4
 from rose_dist.kernels.qk_norm import PagedCache, qk_norm, qk_norm_rope_cache, rotate
@@ -22,7 +24,6 @@ from rose_dist.kernels.swiglu import Gate, Rows, activate_quantized, clamped_swi
 EPS = 1e-5
 CUDA = torch.device("cuda")
 BF16 = torch.bfloat16
-Call = Callable[[], Any]
 
 
 @dataclass
@@ -37,6 +38,8 @@ class Case:
     peers: dict[str, Call] = field(default_factory=dict)
     compiled: Call | None = None
     """To be wrapped in torch.compile."""
+    variants: dict[str, Call] = field(default_factory=dict)
+    """The same kernel in other tilings."""
 
 
 def bf16(*shape: int) -> torch.Tensor:
@@ -55,13 +58,15 @@ def norms(peers: Peers) -> Iterator[Case]:
             total = x + residual
             return F.rms_norm(total, (hidden,), weight, EPS), total
 
+        call = functools.partial(rms_norm, x, weight, EPS)
         yield Case(
-            "rms_norm", shape, functools.partial(rms_norm, x, weight, EPS), 2 * size,
-            {"torch": plain, **peers.norm(x, weight)}, plain,
+            "rms_norm", shape, call, 2 * size, {"torch": plain, **peers.norm(x, weight)}, plain,
+            kernel_variants.norms(rows, hidden, call),
         )  # fmt: skip
+        call = functools.partial(add_rms_norm, x, residual, weight, EPS)
         yield Case(
-            "add_rms_norm", shape, functools.partial(add_rms_norm, x, residual, weight, EPS), 4 * size,
-            {"torch": added, **peers.add_norm(x, residual, weight)}, added,
+            "add_rms_norm", shape, call, 4 * size, {"torch": added, **peers.add_norm(x, residual, weight)}, added,
+            kernel_variants.norms(rows, hidden, call),
         )  # fmt: skip
         if hidden % 128 == 0 or hidden == 2880:
             for fmt in (FP8, MXFP8):
@@ -72,11 +77,17 @@ def norms(peers: Peers) -> Iterator[Case]:
                     return quantize(normed, fmt), total
 
                 moved = int(3.5 * size) + rows * fmt.blocks(hidden) * fmt.scale.bytes
-                yield Case(f"add_rms_norm_{fmt}", shape, fused, moved, {"ours apart": apart})
+                yield Case(
+                    f"add_rms_norm_{fmt}", shape, fused, moved, {"ours apart": apart},
+                    variants=kernel_variants.quantized_norms(rows, hidden, fused),
+                )  # fmt: skip
             fused = functools.partial(rms_norm_quantized, x, weight, EPS, FP8)
             two = functools.partial(lambda x, weight: quantize(rms_norm(x, weight, EPS), FP8), x, weight)
             moved = int(1.5 * size) + rows * FP8.blocks(hidden) * 4
-            yield Case("rms_norm_fp8", shape, fused, moved, {"ours apart": two})
+            yield Case(
+                "rms_norm_fp8", shape, fused, moved, {"ours apart": two},
+                variants=kernel_variants.quantized_norms(rows, hidden, fused),
+            )  # fmt: skip
 
 
 def qk_norms(peers: Peers) -> Iterator[Case]:
@@ -118,8 +129,9 @@ def qk_norms(peers: Peers) -> Iterator[Case]:
 
             moved = tokens * heads * head_dim * 4 + tokens * head_dim * 4
             yield Case(
-                "qk_norm_rope_cache" if norm else "rope_cache", shape, call, moved, {"ours apart + torch": apart}
-            )
+                "qk_norm_rope_cache" if norm else "rope_cache", shape, call, moved, {"ours apart + torch": apart},
+                variants=kernel_variants.rotary(tokens, call),
+            )  # fmt: skip
 
 
 def activations(peers: Peers) -> Iterator[Case]:
@@ -138,9 +150,15 @@ def activations(peers: Peers) -> Iterator[Case]:
             return gate * torch.sigmoid(gate * 1.702) * (linear + 1)
 
         clamped = functools.partial(clamped_swiglu, x, limit=7.0, bias=bias, rows=which)
-        yield Case("clamped_swiglu + bias", shape, clamped, 3 * size, {"torch": swiglu}, swiglu)
+        yield Case(
+            "clamped_swiglu + bias", shape, clamped, 3 * size, {"torch": swiglu}, swiglu,
+            kernel_variants.activations(rows, quantized=False, call=clamped),
+        )  # fmt: skip
         plain = functools.partial(silu_mul, x)
-        yield Case("silu_mul", shape, plain, 3 * size, {"torch": silu, **peers.silu(x)}, silu)
+        yield Case(
+            "silu_mul", shape, plain, 3 * size, {"torch": silu, **peers.silu(x)}, silu,
+            kernel_variants.activations(rows, quantized=False, call=plain),
+        )  # fmt: skip
         for name, gate, one in (
             ("clamped_swiglu + bias", Gate.CLAMPED_SWIGLU, clamped),
             ("silu_mul", Gate.SILU, plain),
@@ -149,7 +167,10 @@ def activations(peers: Peers) -> Iterator[Case]:
             fused = functools.partial(activate_quantized, gate, x, FP8, **options)
             apart = functools.partial(lambda one: quantize(one(), FP8), one)
             moved = int(2.5 * size) + rows * FP8.blocks(columns) * 4
-            yield Case(f"{name} + fp8", shape, fused, moved, {"ours apart": apart})
+            yield Case(
+                f"{name} + fp8", shape, fused, moved, {"ours apart": apart},
+                variants=kernel_variants.activations(rows, quantized=True, call=fused),
+            )  # fmt: skip
 
 
 def quantisers(peers: Peers) -> Iterator[Case]:
@@ -166,7 +187,10 @@ def quantisers(peers: Peers) -> Iterator[Case]:
                 return (blocks / scales[..., None]).to(torch.float8_e4m3fn), scales
 
             call = functools.partial(quantize, x, fmt, global_scale=scale)
-            yield Case(f"quantize {fmt}", shape, call, moved, {}, torch_fp8 if fmt is FP8 else None)
+            yield Case(
+                f"quantize {fmt}", shape, call, moved, {}, torch_fp8 if fmt is FP8 else None,
+                kernel_variants.quantisers(rows, call),
+            )  # fmt: skip
             call = functools.partial(dequantize, codes, scales, fmt, global_scale=scale)
             yield Case(f"dequantize {fmt}", shape, call, moved)
 
@@ -190,7 +214,10 @@ def routers(peers: Peers) -> Iterator[Case]:
                 call = functools.partial(route, logits, router, bias=bias, counts=counts)
                 name = f"route {router.score.value}{' + counts' if counts else ''}"
                 same = {"torch (top-k, softmax)": topk} if router.score is not Score.SIGMOID and not counts else {}
-                yield Case(name, f"{tokens}x{experts} top {router.k}", call, 0, same, topk if same else None)
+                yield Case(
+                    name, f"{tokens}x{experts} top {router.k}", call, 0, same, topk if same else None,
+                    kernel_variants.routers(tokens, counts=counts, call=call),
+                )  # fmt: skip
 
 
 def embeddings(peers: Peers) -> Iterator[Case]:

@@ -1,11 +1,13 @@
 """Times every kernel in CUDA graphs against the copy rate of the same run and against what else there is.
 
-    python -m benchmarks.kernels [--out benchmarks/results/h200] [--only TEXT] [--no-compile] [--flashinfer DIR]
+    python -m benchmarks.kernels [--out benchmarks/results/h200] [--only TEXT[,TEXT]] [--no-compile] [--flashinfer DIR]
 
-Writes kernels.json and kernels.md after every case, so that an interrupted run keeps what it has. A time is the median
-over graph replays divided by the calls in the graph; the spread is the distance from the 10th to the 90th percentile.
-Peers: eager torch, torch.compile, quack if it can be imported, and FlashInfer's kernels if `--flashinfer` names a
-folder with its `norm` and `silu_and_mul` modules built as fi_norm.so and fi_silu.so.
+`--only` takes the cases whose "kernel shape" holds one of the texts, as in `--only "quantize mxfp4,rms_norm_fp8"`, and
+writes kernels_selected instead of kernels. Writes the .json and the .md after every group of cases, so that an
+interrupted run keeps what it has. A time is the median over graph replays divided by the calls in the graph; the spread
+is the distance from the 10th to the 90th percentile. Peers: other tilings of the same kernel (`kernel_variants.py`),
+eager torch, torch.compile, quack if it can be imported, and FlashInfer's kernels if `--flashinfer` names a folder with
+its `norm` and `silu_and_mul` modules built as fi_norm.so and fi_silu.so.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ from rose_dist.kernels.routing import Router, route
 from rose_dist.kernels.swiglu import Gate, Rows, activate_quantized, clamped_swiglu
 from rose_dist.kernels.sync import WaitReport
 
+BIG = 1 << 28
+"""Bytes of traffic from which on a kernel is compared with a copy."""
 COPIES = {"4 GiB": 4 << 30, "1 GiB": 1 << 30, "512 MiB": 512 << 20}
 
 
@@ -160,8 +164,10 @@ def measure(case: Case, compile_peers: bool) -> dict[str, Any]:
     own = time_call(case.call)
     row: dict[str, Any] = {"kernel": case.kernel, "shape": case.shape, "bytes": case.bytes, "us": asdict(own)}
     row["tb_s"] = case.bytes / own.median / 1e6
+    if case.bytes >= BIG:
+        row["copy_tb_s"] = copy_rate(case.bytes, copies=4) / 1e6
     row["peers"] = {}
-    calls = dict(case.peers)
+    calls = {**case.variants, **case.peers}
     if case.compiled is not None and compile_peers:
         torch._dynamo.reset()
         calls["torch.compile"] = torch.compile(case.compiled, dynamic=False)
@@ -185,22 +191,24 @@ def table(result: dict[str, Any]) -> str:
         f"Copy rate in this run (bytes read and written): {copies['4 GiB']:.2f} TB/s for 4 GiB of traffic, "
         f"{copies['512 MiB']:.2f} TB/s for 512 MiB; shares are of the first.",
         "Times are us a call in a CUDA graph, median (spread p10-p90); a peer's factor is its time over ours.",
+        "Peers by their tiling: the same kernel with another one.",
         "",
-        "| kernel | shape | us | TB/s | of copy rate | peers, us |",
-        "|---|---|---|---|---|---|",
+        "| kernel | shape | us | TB/s | of copy rate | of a copy of its size | peers, us |",
+        "|---|---|---|---|---|---|---|",
     ]
     rate = result["copy_tb_s"]["4 GiB"]
     for row in result["cases"]:
         if "failed" in row:
-            lines.append(f"| {row['kernel']} | {row['shape']} | failed: {row['failed'][:80]} | | | |")
+            lines.append(f"| {row['kernel']} | {row['shape']} | failed: {row['failed'][:80]} | | | | |")
             continue
-        big = row["bytes"] >= 1 << 28
         own = row["us"]["median"]
         peers = ", ".join(
             f"{name} {t['median']:.2f} ({t['median'] / own:.2f}x)" if "median" in t else f"{name} failed"
             for name, t in row["peers"].items()
         )
-        speed = f"{row['tb_s']:.2f} | {row['tb_s'] / rate:.0%}" if big else " | "
+        speed = " | | "
+        if "copy_tb_s" in row:
+            speed = f"{row['tb_s']:.2f} | {row['tb_s'] / rate:.0%} | {row['tb_s'] / row['copy_tb_s']:.0%}"
         us = f"{own:.2f} ({row['us']['spread']:.2f})"
         lines.append(f"| {row['kernel']} | {row['shape']} | {us} | {speed} | {peers} |")
     extras = {"Grid barrier, us by blocks": "barrier_us", "Cold start of GPT-OSS's variants, s": "cold_start"}
@@ -237,12 +245,13 @@ def main() -> None:
 
     def save() -> None:
         result["seconds"] = round(time.perf_counter() - started, 1)
-        (arguments.out / "kernels.json").write_text(json.dumps(result, indent=1))
-        (arguments.out / "kernels.md").write_text(table(result))
+        name = "kernels_selected" if arguments.only else "kernels"
+        (arguments.out / f"{name}.json").write_text(json.dumps(result, indent=1))
+        (arguments.out / f"{name}.md").write_text(table(result))
 
     for group in GROUPS:
         for case in group(peers):
-            if arguments.only not in case.kernel:
+            if not any(text in f"{case.kernel} {case.shape}" for text in arguments.only.split(",")):
                 continue
             compile_peers = not arguments.no_compile and time.perf_counter() - started < arguments.compile_until
             try:

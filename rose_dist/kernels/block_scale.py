@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rose_dist.kernels import ptx, vector
+from rose_dist.kernels import ptx, vector, warp_matrix
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.dsl import Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr, cute, cutlass
 from rose_dist.kernels.formats import E4M3_MAX, MIN_AMAX, BlockFormat, BlockOutput, Element, Scale
@@ -36,7 +36,7 @@ def encode(fmt: BlockFormat, arch: Arch, values: list[Any], global_scale: Any = 
         largest = vector.max_u32(largest, ptx.bits(Float32(MIN_AMAX)))
         scale = ptx.from_bits(vector.select(finite, largest, Uint32(_NAN))) * Float32(1.0 / E4M3_MAX)
         inverse = ptx.reciprocal(scale)
-        return _pack(fmt.element, arch, [value * inverse for value in values]), scale
+        return _pack(fmt.element, arch, values, inverse), scale
     if fmt.scale is Scale.E8M0:
         exponent = _shared_exponent(fmt, largest)
         inverse = ptx.from_bits((Uint32(254) - exponent) << Uint32(23))
@@ -47,7 +47,7 @@ def encode(fmt: BlockFormat, arch: Arch, values: list[Any], global_scale: Any = 
         decoded, _ = ptx.from_e4m3x2(Uint16(code))
         inverse = vector.select(code == Uint32(0), Float32(0.0), global_scale * ptx.reciprocal(decoded))
         scale = vector.select(finite, code, Uint32(_E4M3_NAN))
-    words = _pack(fmt.element, arch, [value * inverse for value in values])
+    words = _pack(fmt.element, arch, values, inverse)
     return [vector.select(finite, word, type(word)(0)) for word in words], scale
 
 
@@ -137,38 +137,56 @@ def _shared_exponent(fmt: BlockFormat, largest: Any) -> Any:
     return Uint32(vector.select(exponent < Int32(0), Int32(0), exponent))
 
 
-def _pack(element: Element, arch: Arch, values: list[Any]) -> list[Any]:
+def _pack(element: Element, arch: Arch, values: list[Any], factor: Any) -> list[Any]:
+    """Codes of fp32s times a positive factor, earlier ones in lower bits."""
     if element is Element.E4M3:
-        pairs = [ptx.to_e4m3x2(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
-        return [Uint32(a) | Uint32(b) << Uint32(16) for a, b in zip(pairs[::2], pairs[1::2], strict=True)]
+        pairs = [ptx.to_e4m3x2(a * factor, b * factor) for a, b in zip(values[::2], values[1::2], strict=True)]
+        return [_join([Uint32(a), Uint32(b)], 16) for a, b in zip(pairs[::2], pairs[1::2], strict=True)]
     if arch.blackwell:
-        codes = [ptx.to_e2m1x2(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
-        width = 8
+        pairs = [ptx.to_e2m1x2(a * factor, b * factor) for a, b in zip(values[::2], values[1::2], strict=True)]
+        words = [_join(pairs[i : i + 4], 8) for i in range(0, len(pairs), 4)]
     else:
-        codes, width = [_e2m1(value) for value in values], 4
-    per_word = min(32 // width, len(codes))
-    packed = [_join(codes[i : i + per_word], width) for i in range(0, len(codes), per_word)]
-    return packed if per_word * width == 32 else [Uint16(word) for word in packed]
+        words = [_e2m1(values[i : i + 8], factor) for i in range(0, len(values), 8)]
+    return words if len(values) >= 8 else [Uint16(word) for word in words]
 
 
 def _join(fields: list[Any], width: int) -> Any:
-    word = fields[0]
-    for position, bits in enumerate(fields[1:], 1):
-        word = word | bits << Uint32(position * width)
-    return word
+    """The sum of u32 fields, each `width` bits above the one before."""
+    while len(fields) > 1:
+        fields = [low + high * Uint32(1 << width) for low, high in zip(fields[::2], fields[1::2], strict=True)]
+        width *= 2
+    return fields[0]
 
 
-def _e2m1(value: Any) -> Any:
-    """e2m1 code of an fp32, nearest even, saturating: for GPUs without the instruction.
+_WHOLE = 2.0**23
+"""fp32s are whole numbers from here on, and halves below."""
+_WHOLE_BITS = 0x4B000000
 
-    With 2^e the value's power of two (1 for smaller ones), neighbours in e2m1 are 2^(e−1) apart, as fp32s are at
-    2^(e+22). Adding that rounds; the sum's last bits count the steps, to which the code adds two an exponent.
+
+def _e2m1(values: list[Any], factor: Any) -> Any:
+    """e2m1 codes of 4 or 8 fp32s times a positive factor, nearest even, saturating, in a u32: for GPUs without the
+    instruction.
+
+    Up to 4, e2m1 has the steps of fp32 around 2^23: 1/2 below, 1 above. So adding 2^23 − 2 to a magnitude v rounds it,
+    and the sum's bits count the code up. Above 4 they count too fast: there 2^23 + v/2 has the code, below too much.
     """
-    magnitude = cute.arch.fmin(ptx.absolute(value), Float32(6.0))
-    power = cute.arch.fmax(ptx.from_bits(ptx.bits(magnitude) & Uint32(0x7F800000)), Float32(1.0))
-    shifted = power * Float32(2.0**22)
-    code = ptx.bits(magnitude + shifted) - ptx.bits(shifted) + (ptx.bits(power) >> Uint32(22)) - Uint32(254)
-    return code | (ptx.bits(value) >> Uint32(28)) & Uint32(8)
+    fields = []
+    for value in values:
+        v = ptx.product(ptx.absolute(value), factor)
+        fine = ptx.bits(v + Float32(_WHOLE - 2.0))
+        coarse = ptx.bits(ptx.multiply_add(v, Float32(0.5), Float32(_WHOLE)))
+        fields.append(vector.min_of(vector.min_of(fine, coarse), Uint32(_WHOLE_BITS + 3)))
+    above = sum((_WHOLE_BITS - 4) << 4 * i for i in range(len(values))) & 0xFFFFFFFF
+    even, odd = _top_bytes(values[0::2]), _top_bytes(values[1::2])
+    return _join(fields, 4) - Uint32(above) | (even >> Uint32(4)) & Uint32(0x08080808) | odd & Uint32(0x80808080)
+
+
+def _top_bytes(values: list[Any]) -> Any:
+    """The sign's byte of 2 or 4 fp32s, side by side in a u32."""
+    pairs = [
+        warp_matrix.permute(ptx.bits(a), ptx.bits(b), 0x0073) for a, b in zip(values[::2], values[1::2], strict=True)
+    ]
+    return pairs[0] if len(pairs) == 1 else warp_matrix.permute(pairs[0], pairs[1], 0x5410)
 
 
 def _unpack(element: Element, arch: Arch, word: Any) -> list[Any]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rose_dist.kernels import checks, launch
-from rose_dist.kernels.variants import ROW_SHAPES
+from rose_dist.kernels.row_tiling import ROW_SHAPES
 
 
 def embed(ids: Tensor, table: Tensor, *, first_id: int = 0) -> Tensor:

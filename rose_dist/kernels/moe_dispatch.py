@@ -11,7 +11,8 @@ from rose_dist.kernels import checks, jit, launch
 from rose_dist.kernels.arch import DeviceInfo
 from rose_dist.kernels.expert_slots import MAX_EXPERTS, MAX_K, MAX_PAIRS, PackedLayout
 from rose_dist.kernels.peer_regions import ASSIGN_STAGE, STAGES
-from rose_dist.kernels.variants import Ranges, RowShape, tile
+from rose_dist.kernels.row_tiling import RowShape, tile
+from rose_dist.kernels.variants import Ranges
 
 DECODE_THREADS = 256
 LIMIT_NS = 10_000_000_000

@@ -1,4 +1,4 @@
-"""PTX instructions that kernels use by name: memory with an order and a scope, multicast, conversions.
+"""PTX instructions that kernels use by name: memory with an order and a scope, multicast, and those of `ptx_numbers`.
 
 Addresses are `Int64` in the global state space unless the name says otherwise. `scope` is "gpu" or "sys". An acquire
 load that reads the value of a release store sees everything the storing thread wrote or, through a block barrier,
@@ -10,17 +10,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from rose_dist.kernels.dsl import Float32, Int32, Int64, T, Uint16, Uint32, Uint64, dsl_user_op, ir, llvm
+from rose_dist.kernels.dsl import Int32, Int64, T, Uint32, Uint64, dsl_user_op, ir, llvm
+from rose_dist.kernels.inline_asm import asm as _asm
+from rose_dist.kernels.ptx_numbers import (
+    absolute,
+    bits,
+    from_bits,
+    from_e2m1x2,
+    from_e4m3x2,
+    multiply_add,
+    product,
+    reciprocal,
+    to_bf16x2,
+    to_e2m1x2,
+    to_e4m3x2,
+)
+
+__all__ = [
+    "absolute", "bits", "from_bits", "from_e2m1x2", "from_e4m3x2", "multiply_add", "product", "reciprocal",
+    "to_bf16x2", "to_e2m1x2", "to_e4m3x2",
+]  # fmt: skip
 
 _SCOPES = ("gpu", "sys")
-
-
-def _asm(text: str, constraints: str, result: Any, *operands: Any, volatile: bool = True, **at: Any) -> Any:
-    """One instruction; `result` is an MLIR type or None, `volatile` keeps it where it stands."""
-    values = [operand.ir_value(**at) for operand in operands]
-    if volatile:
-        constraints += ",~{memory}"
-    return llvm.inline_asm(result, values, text, constraints.strip(","), has_side_effects=volatile, asm_dialect=0, **at)
 
 
 def _check(scope: str) -> str:
@@ -255,93 +266,14 @@ def cluster_add_shared(address: Any, block: Any, value: Any, *, loc: Any = None,
 
 
 @dsl_user_op
+def cluster_store_shared(address: Any, block: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """u32 store to the place in cluster block `block` that has shared address `address` (u32) in this one."""
+    text = "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, $0, $1; st.shared::cluster.u32 [remote], $2; }"
+    _asm(text, "r,r,r", None, Uint32(address), Uint32(block), Uint32(value), loc=loc, ip=ip)
+
+
+@dsl_user_op
 def add_shared(address: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
     """u32 add at a shared address (u32) of this block."""
     text = "red.relaxed.cta.shared::cta.add.u32 [$0], $1;"
     _asm(text, "r,r", None, Uint32(address), Uint32(value), loc=loc, ip=ip)
-
-
-# --- Arithmetic and conversions ---------------------------------------------------------------------------------------
-
-
-@dsl_user_op
-def reciprocal(a: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """1 / a in fp32, rounded to nearest even, for 2^−125 ≤ |a| ≤ 2^125; NaN for infinities and NaN.
-
-    One Newton step from the approximation, which is what `rcp.rn` does in that range; its way out for the rest is a
-    call, and a call costs a stack.
-    """
-    text = (
-        "{ .reg .f32 guess, error; rcp.approx.ftz.f32 guess, $1; neg.f32 error, $1; "
-        "fma.rn.f32 error, error, guess, 0f3F800000; fma.rn.f32 $0, guess, error, guess; }"
-    )
-    return Float32(_asm(text, "=f,f", T.f32(), Float32(a), volatile=False, loc=loc, ip=ip))
-
-
-@dsl_user_op
-def product(a: Any, b: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """a · b in fp32, rounded, and never fused with an addition that follows."""
-    text = "mul.rn.f32 $0, $1, $2;"
-    return Float32(_asm(text, "=f,f,f", T.f32(), Float32(a), Float32(b), volatile=False, loc=loc, ip=ip))
-
-
-@dsl_user_op
-def to_bf16x2(low: Any, high: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """Two fp32 as bf16 in a u32, nearest even."""
-    text = "cvt.rn.bf16x2.f32 $0, $2, $1;"
-    return Uint32(_asm(text, "=r,f,f", T.i32(), Float32(low), Float32(high), volatile=False, loc=loc, ip=ip))
-
-
-@dsl_user_op
-def absolute(value: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """|value| of an fp32."""
-    return Float32(_asm("abs.f32 $0, $1;", "=f,f", T.f32(), Float32(value), volatile=False, loc=loc, ip=ip))
-
-
-@dsl_user_op
-def bits(value: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """The 32 bits of an fp32."""
-    return Uint32(llvm.bitcast(T.i32(), Float32(value).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
-
-
-@dsl_user_op
-def from_bits(value: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """The fp32 with these 32 bits."""
-    return Float32(llvm.bitcast(T.f32(), Uint32(value).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
-
-
-@dsl_user_op
-def to_e4m3x2(low: Any, high: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """Two fp32 as e4m3 in a u16, nearest even, saturating at ±448; NaN becomes 0x7F."""
-    text = "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;"
-    return Uint16(_asm(text, "=h,f,f", T.i16(), Float32(low), Float32(high), volatile=False, loc=loc, ip=ip))
-
-
-@dsl_user_op
-def from_e4m3x2(pair: Any, *, loc: Any = None, ip: Any = None) -> tuple[Any, Any]:
-    """The two fp32 of a u16 of e4m3; exact."""
-    text = "cvt.rn.f16x2.e4m3x2 $0, $1;"
-    halves = _asm(text, "=r,h", T.i32(), Uint16(pair), volatile=False, loc=loc, ip=ip)
-    return _widen_f16x2(halves, loc, ip)
-
-
-@dsl_user_op
-def to_e2m1x2(low: Any, high: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """Blackwell only: two fp32 as e2m1 in the low byte of a u32, nearest even, saturating at ±6; NaN becomes +6."""
-    text = "{ .reg .b8 pair; cvt.rn.satfinite.e2m1x2.f32 pair, $2, $1; cvt.u32.u8 $0, pair; }"
-    return Uint32(_asm(text, "=r,f,f", T.i32(), Float32(low), Float32(high), volatile=False, loc=loc, ip=ip))
-
-
-@dsl_user_op
-def from_e2m1x2(pair: Any, *, loc: Any = None, ip: Any = None) -> tuple[Any, Any]:
-    """Blackwell only: the two fp32 of the low byte of a u32 of e2m1; exact."""
-    text = "{ .reg .b8 pair; cvt.u8.u32 pair, $1; cvt.rn.f16x2.e2m1x2 $0, pair; }"
-    return _widen_f16x2(_asm(text, "=r,r", T.i32(), Uint32(pair), volatile=False, loc=loc, ip=ip), loc, ip)
-
-
-def _widen_f16x2(halves: Any, loc: Any, ip: Any) -> tuple[Any, Any]:
-    text = "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
-    kind = ir.Type.parse("!llvm.struct<(f32,f32)>")
-    pair = _asm(text, "=f,=f,r", kind, Uint32(halves), volatile=False, loc=loc, ip=ip)
-    low, high = (Float32(llvm.extractvalue(T.f32(), pair, [i], loc=loc, ip=ip)) for i in range(2))
-    return low, high

@@ -28,7 +28,7 @@ from rose_dist.kernels.formats import (
     Scale,
     ScaleLayout,
 )  # fmt: skip
-from rose_dist.kernels.variants import DECODE_SHAPES, ROW_SHAPES
+from rose_dist.kernels.row_tiling import DECODE_SHAPES, QUANTIZE_SHAPES
 
 
 def quantize(
@@ -72,10 +72,10 @@ def quantize(
         device = launch.device(x)
         stride = x.stride(0) * x.element_size()
         vector_bytes = launch.widest(device.arch, stride, columns * x.element_size(), x.data_ptr())
-        output = BlockOutput(fmt, layout, columns)
+        output, shape = BlockOutput(fmt, layout, columns), QUANTIZE_SHAPES.select(rows // device.sms)
         from rose_dist.kernels.cute import quantize as cute  # noqa: PLC0415 - it loads the compiler
 
-        launcher = cute.quantizer(device.arch, x.dtype, ROW_SHAPES.select(rows // device.sms), vector_bytes, output)
+        launcher = cute.quantizer(device.arch, x.dtype, shape, vector_bytes, output)
         launch.run(launcher, x, x, x.stride(0), codes, scales, layout.padded_rows(rows), global_scale, live_rows, rows)
     return codes, scales
 
@@ -166,7 +166,7 @@ def reference(x: Tensor, fmt: BlockFormat, global_scale: Tensor | None = None) -
         inverse, stored = _e8m0(largest, finite, fmt) if fmt.scale is Scale.E8M0 else _e4m3(largest, global_scale)
         scaled = torch.where(finite[..., None], values * inverse[..., None], 0.0)
         stored = torch.where(finite, stored, 255 if fmt.scale is Scale.E8M0 else 0x7F).to(torch.uint8)
-    scaled = scaled.reshape(rows, -1)[:, :columns]
+    scaled = scaled.reshape(rows, padded.shape[1])[:, :columns]
     return _element_codes(scaled, fmt.element), stored.view(fmt.scale.value)
 
 

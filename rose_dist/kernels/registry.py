@@ -25,11 +25,11 @@ from rose_dist.kernels.cute.network_combine import LandResultRows, LandResults
 from rose_dist.kernels.cute.network_dispatch import LandRecords
 from rose_dist.kernels.cute.paged_attention_decode import DecodeAttention
 from rose_dist.kernels.cute.qk_norm import QKNormRope
-from rose_dist.kernels.cute.quantize import Dequantize, Quantize, decoded_count
-from rose_dist.kernels.cute.rms_norm import RMSNorm
+from rose_dist.kernels.cute.quantize import Dequantize, decoded_count, quantize_kernel
+from rose_dist.kernels.cute.rms_norm import norm_kernel
 from rose_dist.kernels.cute.routing import Route
 from rose_dist.kernels.cute.small_linear import COLUMNS, SmallLinear
-from rose_dist.kernels.cute.swiglu import GatedActivation
+from rose_dist.kernels.cute.swiglu import activation_kernel
 from rose_dist.kernels.exchange_layout import ExchangeLayout
 from rose_dist.kernels.exchange_tiling import PARTS
 from rose_dist.kernels.expert_slots import PackedLayout
@@ -43,20 +43,25 @@ from rose_dist.kernels.network_layout import NetworkLayout
 from rose_dist.kernels.paged_attention import HEAD_DIMS
 from rose_dist.kernels.qk_norm import Rotary
 from rose_dist.kernels.routing import Score
+from rose_dist.kernels.row_tiling import (
+    ACTIVATION_SHAPES,
+    CLUSTER_SHAPE,
+    DECODE_SHAPES,
+    QUANTIZE_SHAPES,
+    QUANTIZED_ACTIVATION_SHAPES,
+    ROW_SHAPES,
+    tile,
+)
 from rose_dist.kernels.swiglu import Gate
 from rose_dist.kernels.variants import (
-    ACTIVATION_SHAPES,
     COUNTING_ROUTERS,
-    DECODE_SHAPES,
     EXPERT_SHAPES,
     LINEAR_SHAPES,
     ROTARY_BYTES,
     ROUTERS,
-    ROW_SHAPES,
     gemm,
     stream,
-    tile,
-)  # fmt: skip
+)
 
 HIDDEN = (2880, 4096, 7168)
 """GPT-OSS, Qwen3-MoE 235B, DeepSeek-V3."""
@@ -138,17 +143,17 @@ def scale_layouts(fmt: BlockFormat, arch: Arch) -> list[ScaleLayout]:
 
 def _norms(arch: Arch) -> Iterator[Kernel]:
     dtype, width = torch.bfloat16, arch.vector_bytes
-    count = width // dtype.itemsize
     for hidden in (64, 128, *HIDDEN, 16384):
         for shape in ROW_SHAPES.variants:
             for residual in (False, True):
-                yield RMSNorm(arch, dtype, dtype, tile(hidden // count, width, shape), width, 0.0, residual, None)
+                yield norm_kernel(arch, dtype, dtype, hidden, shape, width, 0.0, residual, None)
+    for residual in (False, True):
+        yield norm_kernel(arch, dtype, dtype, HIDDEN[-1], CLUSTER_SHAPE, width, 0.0, residual, None)
     for hidden in HIDDEN:
         for fmt in (FP8, MXFP8):
-            for shape in ROW_SHAPES.variants:
+            for shape in QUANTIZE_SHAPES.variants:
                 output = BlockOutput(fmt, scale_layouts(fmt, arch)[-1], hidden)
-                tiling = tile(hidden // count, width, shape, group=output.lanes(count))
-                yield RMSNorm(arch, dtype, dtype, tiling, width, 0.0, True, output)
+                yield norm_kernel(arch, dtype, dtype, hidden, shape, width, 0.0, True, output)
 
 
 def _qk_norms(arch: Arch) -> Iterator[Kernel]:
@@ -169,16 +174,15 @@ def _qk_norms(arch: Arch) -> Iterator[Kernel]:
 
 def _activations(arch: Arch) -> Iterator[Kernel]:
     dtype, width = torch.bfloat16, arch.vector_bytes
-    count = width // dtype.itemsize
     for gate, columns, bias in ((Gate.CLAMPED_SWIGLU, 2880, True), (Gate.SILU, 2048, False), (Gate.SILU, 1536, False)):
         for fmt in (None, FP8, MXFP8):
             output = None if fmt is None else BlockOutput(fmt, scale_layouts(fmt, arch)[-1], columns)
-            for shape in ACTIVATION_SHAPES.variants:
-                tiling = tile(columns // count, 2 * width, shape, group=output.lanes(count) if output else 1)
-                yield GatedActivation(arch, gate, dtype, tiling, width, bias, output)
+            shapes = ACTIVATION_SHAPES if fmt is None else QUANTIZED_ACTIVATION_SHAPES
+            for shape in shapes.variants:
+                yield activation_kernel(arch, gate, dtype, columns, shape, width, bias, output)
                 if bias and fmt is FP8:
                     grouped = BlockOutput(fmt, ScaleLayout.COLUMNS, columns, FEW.rows_per_expert)
-                    yield GatedActivation(arch, gate, dtype, tiling, width, bias, grouped, listed=True)
+                    yield activation_kernel(arch, gate, dtype, columns, shape, width, bias, grouped, listed=True)
 
 
 def _routers(arch: Arch) -> Iterator[Kernel]:
@@ -290,13 +294,11 @@ def _embeddings(arch: Arch) -> Iterator[Kernel]:
 
 def _quantizers(arch: Arch) -> Iterator[Kernel]:
     dtype, width = torch.bfloat16, arch.vector_bytes
-    count = width // dtype.itemsize
     for fmt in FORMATS.values():
         for layout in scale_layouts(fmt, arch):
             output = BlockOutput(fmt, layout, QUANTIZED_COLUMNS)
-            for shape in ROW_SHAPES.variants:
-                tiling = tile(QUANTIZED_COLUMNS // count, width, shape, group=output.lanes(count))
-                yield Quantize(arch, dtype, tiling, width, output)
+            for shape in QUANTIZE_SHAPES.variants:
+                yield quantize_kernel(arch, dtype, shape, width, output)
             for shape in DECODE_SHAPES.variants:
                 tiling = tile(QUANTIZED_COLUMNS // decoded_count(arch, dtype), width, shape)
                 yield Dequantize(arch, dtype, tiling, width, output)

@@ -8,7 +8,7 @@ from torch import Tensor
 from rose_dist.kernels import checks, launch
 from rose_dist.kernels.formats import BlockFormat, BlockOutput, ScaleLayout
 from rose_dist.kernels.quantize import quantize
-from rose_dist.kernels.variants import ROW_SHAPES
+from rose_dist.kernels.row_tiling import QUANTIZE_SHAPES, ROW_SHAPES
 
 MAX_HIDDEN = 16384
 
@@ -116,7 +116,7 @@ def _launch(
     device = launch.device(x)
     pointers = [t.data_ptr() for t in (x, weight, out, residual, total) if t is not None]
     vector_bytes = launch.widest(device.arch, x.stride(0) * x.element_size(), hidden * x.element_size(), *pointers)
-    shape = ROW_SHAPES.select(rows // device.sms)
+    shape = (ROW_SHAPES if quantized is None else QUANTIZE_SHAPES).select(rows // device.sms)
     from rose_dist.kernels.cute import rms_norm as cute  # noqa: PLC0415 - it loads the compiler
 
     launcher = cute.launcher(

@@ -104,7 +104,7 @@ def reference(
     scores = wide.sigmoid() if router.score is Score.SIGMOID else wide
     choice = scores if bias is None else scores + bias
     if router.groups > 1:
-        grouped = choice.view(tokens, router.groups, -1)
+        grouped = choice.view(tokens, router.groups, experts // router.groups)
         best = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
         order = best.sort(descending=True, stable=True, dim=-1).indices[:, : router.top_groups]
         eligible = torch.zeros_like(best, dtype=torch.bool).scatter_(1, order, True)

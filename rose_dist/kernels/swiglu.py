@@ -12,7 +12,7 @@ from torch import Tensor
 from rose_dist.kernels import checks, launch
 from rose_dist.kernels.formats import BlockFormat, BlockOutput, ScaleLayout
 from rose_dist.kernels.quantize import quantize
-from rose_dist.kernels.variants import ACTIVATION_SHAPES
+from rose_dist.kernels.row_tiling import ACTIVATION_SHAPES, QUANTIZED_ACTIVATION_SHAPES
 
 ALPHA = 1.702
 """Slope of the gate's sigmoid, fixed by the model family (openai/gpt-oss, gpt_oss/torch/model.py)."""
@@ -144,7 +144,7 @@ def _launch(
     size = gate_up.element_size()
     pointers = [t.data_ptr() for t in (gate_up, out, bias) if t is not None]
     vector_bytes = launch.widest(device.arch, gate_up.stride(0) * size, columns * size, *pointers)
-    shape = ACTIVATION_SHAPES.select(places // device.sms)
+    shape = (ACTIVATION_SHAPES if output is None else QUANTIZED_ACTIVATION_SHAPES).select(places // device.sms)
     from rose_dist.kernels.cute import swiglu as cute  # noqa: PLC0415 - it loads the compiler
 
     launcher = cute.launcher(

@@ -1,8 +1,6 @@
 """Which shape of a kernel serves which amount of work: pure data and arithmetic, no GPU needed.
 
-A row kernel gives each row to `threads_per_row` threads that take some vectors each. With few rows the GPU is
-mostly empty and one launch is latency, so a row is spread as widely as it goes. With many rows bandwidth counts: a
-thread issues several loads before it uses the first, and blocks are small so that their stages interleave.
+Kernels that work row by row: `row_tiling.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 WARP = 32
-MAX_THREADS = 1024
 V = TypeVar("V")
 
 
@@ -32,71 +29,6 @@ class Ranges(Generic[V]):
     def select(self, size: int) -> V:
         """The variant for `size` ≥ 0."""
         return self.variants[bisect_right(self.starts, size) - 1]
-
-
-@dataclass(frozen=True)
-class RowShape:
-    """How rows are spread, before the row's length is known."""
-
-    bytes: int
-    """Bytes a thread should have in flight; at least one vector."""
-    threads: int
-    """Threads a block should have; a long row takes more."""
-
-
-@dataclass(frozen=True)
-class RowTiling:
-    """How one kernel spreads rows of `row_vectors` vectors."""
-
-    row_vectors: int
-    threads_per_row: int
-    rows_per_block: int
-
-    @property
-    def vectors(self) -> int:
-        """Vectors a thread takes, the last possibly beyond the row."""
-        return -(-self.row_vectors // self.threads_per_row)
-
-    @property
-    def threads(self) -> int:
-        """Threads a block."""
-        return self.threads_per_row * self.rows_per_block
-
-    def __str__(self) -> str:
-        return f"{self.rows_per_block}x{self.threads_per_row}x{self.vectors}"
-
-
-ROW_SHAPES = Ranges(
-    # Rows for every SM. Up to 8 the launch is latency; from there on it streams.
-    (0, 1, 8),
-    (RowShape(bytes=16, threads=32), RowShape(bytes=16, threads=128), RowShape(bytes=64, threads=128)),
-)
-
-
-ACTIVATION_SHAPES = Ranges(
-    (0, 1, 8), (RowShape(bytes=32, threads=32), RowShape(bytes=32, threads=128), RowShape(bytes=128, threads=128))
-)
-"""As `ROW_SHAPES`, for kernels that read two vectors for one that they write."""
-DECODE_SHAPES = Ranges(
-    (0, 1, 8), (RowShape(bytes=16, threads=32), RowShape(bytes=16, threads=128), RowShape(bytes=32, threads=128))
-)
-"""As `ROW_SHAPES`, for kernels that write more than they read."""
-MIN_LANES = 8
-"""Lanes that at least share a row, as far as it goes: 128 contiguous bytes or more for every load."""
-
-
-def tile(row_vectors: int, vector_bytes: int, shape: RowShape, *, group: int = 1) -> RowTiling:
-    """`shape` applied to rows of `row_vectors` vectors of `vector_bytes`.
-
-    `group`: consecutive vectors that share a result (a quantisation block) and must lie in one warp.
-    """
-    vectors = max(shape.bytes // vector_bytes, 1)
-    wanted = max(-(-row_vectors // vectors), min(row_vectors, MIN_LANES), group)
-    if wanted <= WARP:
-        threads_per_row = 1 << (wanted - 1).bit_length()
-    else:
-        threads_per_row = min(-(-wanted // WARP) * WARP, MAX_THREADS)
-    return RowTiling(row_vectors, threads_per_row, max(1, shape.threads // threads_per_row))
 
 
 ROTARY_BYTES = Ranges((0, 16, 256), (32, 64, 128))
@@ -123,7 +55,13 @@ class RouterShape:
 ROUTERS = Ranges((0, 65), (RouterShape(warps=1, cluster=0), RouterShape(warps=4, cluster=0)))
 """By tokens, without counts."""
 COUNTING_ROUTERS = Ranges(
-    (0, 9, 65), (RouterShape(warps=8, cluster=1), RouterShape(warps=8, cluster=8), RouterShape(warps=4, cluster=0))
+    (0, 9, 65, 129),
+    (
+        RouterShape(warps=8, cluster=1),
+        RouterShape(warps=8, cluster=8),
+        RouterShape(warps=16, cluster=8),
+        RouterShape(warps=4, cluster=0),
+    ),
 )
 """By tokens, with counts: one block or one cluster, with a warp for every token; or two launches."""
 

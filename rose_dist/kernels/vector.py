@@ -11,7 +11,7 @@ from typing import Any
 
 from rose_dist.kernels import ptx
 from rose_dist.kernels.dsl import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute, cutlass
-from rose_dist.kernels.variants import RowTiling
+from rose_dist.kernels.row_tiling import RowTiling
 
 
 def load(address: Any, dtype: Any, count: int, vector_bytes: int) -> Any:
@@ -76,6 +76,41 @@ def row_sum(value: Float32, threads: cutlass.Constexpr, rows: cutlass.Constexpr)
     return value
 
 
+def join_row(tiling: RowTiling) -> None:
+    """To be called early by all threads of a kernel that calls `whole_row_sum`."""
+    if tiling.splits > 1:
+        cute.arch.cluster_arrive_relaxed()
+
+
+def whole_row_sum(value: Any, tiling: RowTiling) -> Any:
+    """Sum over the lanes of each row, the same in all of them; a row of several blocks has a cluster for itself."""
+    if tiling.splits > 1:
+        return _cluster_sum(value, tiling)
+    return row_sum(value, tiling.threads_per_row, tiling.rows_per_block)
+
+
+@cute.jit
+def _cluster_sum(value: Float32, tiling: cutlass.Constexpr) -> Float32:
+    """Every warp sends its sum to every block, so one barrier serves and all add up in the same order."""
+    warps = tiling.threads_per_row // 32
+    partial = cute.make_tensor(
+        cute.arch.alloc_smem(Float32, warps * tiling.splits, alignment=16), cute.make_layout(warps * tiling.splits)
+    )
+    thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0] % tiling.splits
+    value = group_sum(value, 32)
+    cute.arch.cluster_wait()  # until the other blocks have started: before, their shared memory is not theirs
+    lane = thread % 32
+    if lane < tiling.splits:
+        place = Uint32(partial.iterator.toint()) + Uint32(block * warps + thread // 32) * Uint32(4)
+        ptx.cluster_store_shared(place, Uint32(lane), ptx.bits(value))
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
+    value = Float32(0.0)
+    if lane < warps * tiling.splits:
+        value = partial[lane]
+    return group_sum(value, 32)
+
+
 def const_min(a: int, b: int) -> int:
     """min of two compile-time integers, out of the tracer's sight."""
     return min(a, b)
@@ -129,21 +164,24 @@ def select(condition: Any, a: Any, b: Any) -> Any:
 
 def row_of_thread(tiling: RowTiling) -> tuple[Any, Any]:
     """This thread's lane in its row, and its row, possibly beyond the last."""
-    thread = cute.arch.thread_idx()[0]
-    row = cute.arch.block_idx()[0] * tiling.rows_per_block + thread // tiling.threads_per_row
-    return thread % tiling.threads_per_row, row
+    thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+    lane = thread % tiling.threads_per_row
+    if tiling.splits > 1:
+        lane += block % tiling.splits * tiling.threads_per_row
+        block = block // tiling.splits
+    return lane, block * tiling.rows_per_block + thread // tiling.threads_per_row
 
 
 def in_row(tiling: RowTiling, lane: Any, step: int) -> Any:
     """Whether a lane's vector number `step` lies in its row; True where that is known at compile time."""
-    whole = (step + 1) * tiling.threads_per_row <= tiling.row_vectors
-    return whole or lane + step * tiling.threads_per_row < tiling.row_vectors
+    whole = (step + 1) * tiling.lanes <= tiling.row_vectors
+    return whole or lane + step * tiling.lanes < tiling.row_vectors
 
 
 def place(tiling: RowTiling, lane: Any, step: int) -> Any:
     """A lane's vector number `step`, counted in the row; the row's last one in place of any beyond it."""
-    index = lane + step * tiling.threads_per_row
-    whole = (step + 1) * tiling.threads_per_row <= tiling.row_vectors
+    index = lane + step * tiling.lanes
+    whole = (step + 1) * tiling.lanes <= tiling.row_vectors
     return index if whole else min_of(index, Int32(tiling.row_vectors - 1))
 
 
@@ -154,10 +192,10 @@ def square_sum(values: Any) -> Any:
 
 def largest_magnitude(values: list[Any]) -> Any:
     """Bits of the largest |value| of fp32s as a u32, in which NaN > inf > every number."""
-    largest = ptx.bits(values[0]) & Uint32(0x7FFFFFFF)
+    largest = ptx.absolute(values[0])
     for value in values[1:]:
-        largest = max_u32(largest, ptx.bits(value) & Uint32(0x7FFFFFFF))
-    return largest
+        largest = cute.arch.fmax(largest, ptx.absolute(value), nan=True)
+    return ptx.bits(largest)
 
 
 def _tensor(address: Any, dtype: Any, count: int, vector_bytes: int) -> Any:

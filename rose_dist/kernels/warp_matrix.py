@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from rose_dist.kernels.dsl import Boolean, Float32, Int64, T, Uint32, dsl_user_op, ir, llvm
-from rose_dist.kernels.ptx import _asm
+from rose_dist.kernels.inline_asm import asm as _asm
 
 
 @dsl_user_op

@@ -16,7 +16,7 @@ from rose_dist.kernels import jit
 from rose_dist.kernels.arch import BLACKWELL, HOPPER, arch_of
 from rose_dist.kernels.cute.embedding import Embed
 from rose_dist.kernels.errors import CompileInCaptureError, UnsupportedArchError
-from rose_dist.kernels.variants import RowTiling
+from rose_dist.kernels.row_tiling import RowTiling
 
 KERNEL = Embed(HOPPER, torch.bfloat16, torch.int64, RowTiling(8, 8, 4), 16)
 LOAD = """

@@ -95,6 +95,9 @@ def inputs(dtype: torch.dtype, columns: int) -> torch.Tensor:
     spread = torch.randn(4, columns) * torch.logspace(-6, 6, columns).exp2()
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]).repeat(2, columns // 8)
     ties[1] *= -(2.0**-20)
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    near = [torch.nextafter(middles, middles.sign() * end) for end in (0.0, math.inf)]
+    beside = torch.cat([*near, torch.tensor([6.0, 7.0])]).repeat(1, columns // 16) * torch.tensor([[1.0], [-1.0]])
     eighths = torch.arange(columns).float().remainder(512) + 0.5
     zeros = torch.zeros(3, columns)
     zeros[1] = -0.0
@@ -106,7 +109,7 @@ def inputs(dtype: torch.dtype, columns: int) -> torch.Tensor:
     special[5, ::7] = 448.0
     clip = torch.full((2, columns), 0.01)
     clip[0, ::16], clip[1, ::16] = 1.99, 1.75
-    return torch.cat([spread, ties, eighths[None], zeros, special.clamp(-3.3e38, 3.3e38), clip]).to(dtype)
+    return torch.cat([spread, ties, beside, eighths[None], zeros, special.clamp(-3.3e38, 3.3e38), clip]).to(dtype)
 
 
 def unpacked(codes: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
@@ -143,6 +146,19 @@ def test_kernel_equals_reference_bit_for_bit(gpu: Any, fmt: BlockFormat, dtype: 
     narrow = torch.int32 if fmt.scale is Scale.FP32 else torch.uint8
     same = gpu.plain(scales).view(narrow) == wanted_scales.view(narrow)
     assert (same | (wanted_scales.isnan() if fmt.scale is Scale.FP32 else torch.zeros(()).bool())).all()
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+@pytest.mark.parametrize("columns", [288, 144])
+def test_rows_for_every_processor(gpu: Any, fmt: BlockFormat, columns: int) -> None:
+    """So many that lanes take several vectors; 144 columns end inside a lane's part of a block."""
+    x = inputs(torch.float32, columns).repeat(8 * gpu.info.sms // 16, 1)[: 8 * gpu.info.sms + 1].bfloat16()
+    scale = tensor_scale(fmt)
+    codes, scales = quantize(gpu.tensor(x), fmt, global_scale=None if scale is None else gpu.tensor(scale))
+    wanted_codes, wanted_scales = reference(x, fmt, scale)
+    assert torch.equal(gpu.plain(codes).view(torch.uint8), wanted_codes.view(torch.uint8))
+    plain = gpu.plain(scales).view(fmt.scale.value).float()
+    assert torch.equal(plain.nan_to_num(nan=-1.0), wanted_scales.float().nan_to_num(nan=-1.0))
 
 
 @pytest.mark.gpu(1)

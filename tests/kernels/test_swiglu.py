@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rose_dist.kernels.errors import KernelArgumentError
-from rose_dist.kernels.formats import FP8, MXFP4, MXFP8, BlockFormat, ScaleLayout
+from rose_dist.kernels.formats import FP8, MXFP4, MXFP8, NVFP4, BlockFormat, ScaleLayout
 from rose_dist.kernels.quantize import dequantize, reference
 from rose_dist.kernels.swiglu import Gate, Rows, activate_quantized, clamped_swiglu, silu_mul
 
@@ -113,6 +113,21 @@ def test_scales_of_groups_of_rows(gpu: Any) -> None:
     assert (gpu.plain(scales).reshape(16, 3)[~live].view(torch.int32) == -0x5A5A5A5B).all(), "never written"
     with pytest.raises(KernelArgumentError, match="group_rows: is 5"):
         activate_quantized(Gate.SILU, gpu.tensor(x), FP8, layout=ScaleLayout.COLUMNS, group_rows=5)
+
+
+@pytest.mark.parametrize("gate", list(Gate))
+@pytest.mark.parametrize("fmt", [FP8, NVFP4], ids=str)
+def test_quantised_rows_for_every_processor(gpu: Any, gate: Gate, fmt: BlockFormat) -> None:
+    """So many that lanes take several vectors at a time."""
+    rows, columns = 8 * gpu.info.sms + 1, 144
+    x = (torch.randn(rows, 2 * columns) * 3).bfloat16()
+    scale = torch.tensor([16.0]) if fmt is NVFP4 else None
+    moved = None if scale is None else gpu.tensor(scale)
+    codes, _ = activate_quantized(gate, gpu.tensor(x), fmt, limit=LIMIT, global_scale=moved)
+    wanted_codes, _ = reference(exact(gate, x).float(), fmt, scale)
+    same = gpu.plain(codes).view(torch.uint8) == wanted_codes.view(torch.uint8)
+    assert same.float().mean() > 0.998
+    assert same.any(-1).all()
 
 
 @pytest.mark.parametrize(

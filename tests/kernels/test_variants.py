@@ -8,17 +8,36 @@ from hypothesis import strategies as st
 
 from rose_dist.kernels import launch
 from rose_dist.kernels.arch import BLACKWELL, HOPPER
-from rose_dist.kernels.variants import COUNTING_ROUTERS, ROUTERS, ROW_SHAPES, Ranges, RowShape, router_shape, tile
+from rose_dist.kernels.row_tiling import (
+    ACTIVATION_SHAPES,
+    CLUSTER_SHAPE,
+    DECODE_SHAPES,
+    QUANTIZE_SHAPES,
+    ROW_SHAPES,
+    RowShape,
+    tile,
+)
+from rose_dist.kernels.variants import COUNTING_ROUTERS, ROUTERS, Ranges, router_shape
+
+SHAPES = [
+    *(shape for shapes in (ROW_SHAPES, QUANTIZE_SHAPES, ACTIVATION_SHAPES, DECODE_SHAPES) for shape in shapes.variants),
+    CLUSTER_SHAPE,
+]
 
 
 @given(
-    st.integers(1, 4096), st.sampled_from([16, 32]), st.integers(0, 100_000), st.sampled_from([1, 2, 4, 8, 16, 32])
+    st.integers(1, 4096), st.sampled_from([16, 32, 64]), st.sampled_from(SHAPES),
+    st.sampled_from([1, 2, 4, 8, 16, 32]),
 )  # fmt: skip
-def test_tiles_cover_every_row(row_vectors: int, vector_bytes: int, rows_for_each_sm: int, group: int) -> None:
-    tiling = tile(row_vectors, vector_bytes, ROW_SHAPES.select(rows_for_each_sm), group=group)
-    assert tiling.threads_per_row * tiling.vectors >= row_vectors
-    assert tiling.threads_per_row * (tiling.vectors - 1) < row_vectors
+def test_tiles_cover_every_row(row_vectors: int, vector_bytes: int, shape: RowShape, group: int) -> None:
+    tiling = tile(row_vectors, vector_bytes, shape, group=group)
+    assert tiling.lanes * tiling.vectors >= row_vectors
+    assert tiling.lanes * (tiling.vectors - 1) < row_vectors
     assert tiling.threads <= 1024
+    # Blocks that share a row have no other, and are not too many for a cluster or too small.
+    assert tiling.splits == 1 or tiling.rows_per_block == 1
+    assert tiling.splits <= 8
+    assert tiling.splits == 1 or tiling.threads <= shape.split_threads
     # A shuffle stays in a warp, and a block of values in one group of lanes.
     assert tiling.threads_per_row % group == 0
     assert tiling.threads_per_row % 32 == 0 or 32 % tiling.threads_per_row == 0
@@ -47,7 +66,7 @@ def test_a_table_must_start_at_zero_and_grow() -> None:
 
 def test_router_shapes() -> None:
     assert router_shape(1, counts=True).cluster == 1
-    for tokens in range(1, 65):
+    for tokens in range(1, 129):
         shape = router_shape(tokens, counts=True)
         assert shape.cluster * shape.warps >= tokens
     assert router_shape(10_000, counts=True).cluster == 0

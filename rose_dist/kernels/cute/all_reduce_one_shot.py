@@ -28,7 +28,8 @@ from rose_dist.kernels.dsl import (
     range_constexpr,
 )  # fmt: skip
 from rose_dist.kernels.peer_regions import ONE_SHOT_STAGE, PACKET_BYTES, PACKET_WORDS
-from rose_dist.kernels.variants import MAX_THREADS, WARP
+from rose_dist.kernels.row_tiling import MAX_THREADS
+from rose_dist.kernels.variants import WARP
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.dsl import TYPES, Boolean, Int32, Int64, Stream, cute, range_constexpr
-from rose_dist.kernels.variants import RowShape, RowTiling, tile
+from rose_dist.kernels.row_tiling import RowShape, RowTiling, tile
 
 
 @cache

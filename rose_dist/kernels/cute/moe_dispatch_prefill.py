@@ -15,7 +15,8 @@ from rose_dist.kernels.cute.phase_barrier import phase_barrier
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, const_expr, cute, cutlass, range_constexpr
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.peer_regions import ASSIGN_STAGE
-from rose_dist.kernels.variants import WARP, RowTiling
+from rose_dist.kernels.row_tiling import RowTiling
+from rose_dist.kernels.variants import WARP
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,20 @@ from rose_dist.kernels import block_scale, jit, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.dsl import TYPES, Boolean, Float32, Int32, Int64, Stream, cute, range_constexpr
 from rose_dist.kernels.formats import BlockOutput
-from rose_dist.kernels.variants import RowShape, RowTiling, tile
+from rose_dist.kernels.row_tiling import RowShape, RowTiling, tile
 
 
 @cache
 def quantizer(arch: Arch, dtype: torch.dtype, shape: RowShape, vector_bytes: int, output: BlockOutput) -> jit.Launcher:
-    count = vector_bytes // dtype.itemsize
-    tiling = tile(output.columns // count, vector_bytes, shape, group=output.lanes(count))
-    return jit.load(Quantize(arch, dtype, tiling, vector_bytes, output))
+    return jit.load(quantize_kernel(arch, dtype, shape, vector_bytes, output))
+
+
+def quantize_kernel(
+    arch: Arch, dtype: torch.dtype, shape: RowShape, vector_bytes: int, output: BlockOutput
+) -> Quantize:
+    count = shape.lane_elements(output.columns, vector_bytes, dtype.itemsize)
+    tiling = tile(output.columns // count, count * dtype.itemsize, shape, group=output.lanes(count))
+    return Quantize(arch, dtype, tiling, count, vector_bytes, output)
 
 
 @cache
@@ -31,10 +37,12 @@ def dequantizer(
 
 @dataclass(frozen=True)
 class Quantize(jit.Kernel):
-    """A vector a lane; a block's maximum goes round its lanes by shuffles."""
+    """Some neighbouring elements a lane; a block's maximum goes round its lanes by shuffles."""
 
     dtype: torch.dtype
     tiling: RowTiling
+    count: int
+    """Elements that a lane takes at a time."""
     vector_bytes: int
     output: BlockOutput
 
@@ -53,8 +61,7 @@ class Quantize(jit.Kernel):
         self, x: Int64, x_stride: Int64, codes: Int64, scales: Int64, padded_rows: Int32, global_scale: Int64,
         live_rows: Int64, rows: Int32,
     ) -> None:  # fmt: skip
-        tiling, width = self.tiling, self.dtype.itemsize
-        count = self.vector_bytes // width
+        tiling, width, count = self.tiling, self.dtype.itemsize, self.count
         lane, row = vector.row_of_thread(tiling)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()

@@ -21,7 +21,7 @@ from rose_dist.kernels.dsl import (
     range_constexpr,
 )  # fmt: skip
 from rose_dist.kernels.formats import BlockOutput
-from rose_dist.kernels.variants import RowShape, RowTiling, tile
+from rose_dist.kernels.row_tiling import RowShape, RowTiling, tile
 
 
 @cache
@@ -29,28 +29,37 @@ def launcher(
     arch: Arch, dtype: torch.dtype, weight_dtype: torch.dtype, hidden: int, shape: RowShape, vector_bytes: int,
     weight_bias: float, residual: bool, quantized: BlockOutput | None,
 ) -> jit.Launcher:  # fmt: skip
-    count = vector_bytes // dtype.itemsize
+    return jit.load(
+        norm_kernel(arch, dtype, weight_dtype, hidden, shape, vector_bytes, weight_bias, residual, quantized)
+    )
+
+
+def norm_kernel(
+    arch: Arch, dtype: torch.dtype, weight_dtype: torch.dtype, hidden: int, shape: RowShape, vector_bytes: int,
+    weight_bias: float, residual: bool, quantized: BlockOutput | None,
+) -> RMSNorm:  # fmt: skip
+    count = shape.lane_elements(hidden, vector_bytes, dtype.itemsize)
     group = 1 if quantized is None else quantized.lanes(count)
-    tiling = tile(hidden // count, vector_bytes, shape, group=group)
-    return jit.load(RMSNorm(arch, dtype, weight_dtype, tiling, vector_bytes, weight_bias, residual, quantized))
+    tiling = tile(hidden // count, count * dtype.itemsize, shape, group=group)
+    return RMSNorm(arch, dtype, weight_dtype, tiling, count, vector_bytes, weight_bias, residual, quantized)
 
 
 @dataclass(frozen=True)
 class RMSNorm(jit.Kernel):
-    """One row a group of threads; the row stays in registers between the sum of squares and the scaling."""
+    """One row a group of threads; the row stays in registers between the sum of squares and the scaling.
+
+    A row that is split takes the blocks of one cluster, which has no rows but that one.
+    """
 
     dtype: torch.dtype
     weight_dtype: torch.dtype
     tiling: RowTiling
+    count: int
+    """Elements that a lane takes at a time."""
     vector_bytes: int
     weight_bias: float
     residual: bool
     quantized: BlockOutput | None
-
-    @property
-    def count(self) -> int:
-        """Elements of a vector."""
-        return self.vector_bytes // self.dtype.itemsize
 
     @cute.jit
     def __call__(
@@ -63,7 +72,10 @@ class RMSNorm(jit.Kernel):
         self.kernel(
             x, x_stride, weight, residual, residual_stride, total, out, out_stride, scales, padded_rows, global_scale,
             rows, eps,
-        ).launch(grid=[blocks, 1, 1], block=[self.tiling.threads, 1, 1], stream=stream, use_pdl=True)  # fmt: skip
+        ).launch(
+            grid=[blocks * self.tiling.splits, 1, 1], block=[self.tiling.threads, 1, 1],
+            cluster=[self.tiling.splits, 1, 1], stream=stream, use_pdl=True,
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -75,6 +87,7 @@ class RMSNorm(jit.Kernel):
         tiling, count, width = self.tiling, self.count, self.dtype.itemsize
         lane, row = vector.row_of_thread(tiling)
         ptx.exit_if(row >= rows)
+        vector.join_row(tiling)
         weights = []
         for i in range_constexpr(tiling.vectors):
             index = vector.place(tiling, lane, i)
@@ -100,7 +113,7 @@ class RMSNorm(jit.Kernel):
         for i in range_constexpr(tiling.vectors):
             own = vector.square_sum(values[i].to(Float32))
             squares = squares + vector.select(vector.in_row(tiling, lane, i), own, Float32(0.0))
-        squares = vector.row_sum(squares, tiling.threads_per_row, tiling.rows_per_block)
+        squares = vector.whole_row_sum(squares, tiling)
         inverse = cute.math.rsqrt(squares * Float32(1.0 / (tiling.row_vectors * count)) + eps)
         cute.arch.griddepcontrol_launch_dependents()
         for i in range_constexpr(tiling.vectors):

@@ -23,8 +23,8 @@ from rose_dist.kernels.dsl import (
     range_constexpr,
 )  # fmt: skip
 from rose_dist.kernels.formats import BlockOutput
+from rose_dist.kernels.row_tiling import RowShape, RowTiling, tile
 from rose_dist.kernels.swiglu import Gate
-from rose_dist.kernels.variants import RowShape, RowTiling, tile
 
 
 @cache
@@ -32,9 +32,18 @@ def launcher(
     arch: Arch, gate: Gate, dtype: torch.dtype, columns: int, shape: RowShape, vector_bytes: int, bias: bool,
     output: BlockOutput | None, listed: bool,
 ) -> jit.Launcher:  # fmt: skip
-    count = vector_bytes // dtype.itemsize
-    tiling = tile(columns // count, 2 * vector_bytes, shape, group=1 if output is None else output.lanes(count))
-    return jit.load(GatedActivation(arch, gate, dtype, tiling, vector_bytes, bias, output, listed))
+    return jit.load(activation_kernel(arch, gate, dtype, columns, shape, vector_bytes, bias, output, listed))
+
+
+def activation_kernel(
+    arch: Arch, gate: Gate, dtype: torch.dtype, columns: int, shape: RowShape, vector_bytes: int, bias: bool,
+    output: BlockOutput | None, listed: bool = False,
+) -> GatedActivation:  # fmt: skip
+    side_by_side = 2 if gate is Gate.CLAMPED_SWIGLU else 1
+    count = shape.lane_elements(columns, side_by_side * vector_bytes, side_by_side * dtype.itemsize)
+    group = 1 if output is None else output.lanes(count)
+    tiling = tile(columns // count, 2 * count * dtype.itemsize, shape, group=group)
+    return GatedActivation(arch, gate, dtype, tiling, count, vector_bytes, bias, output, listed)
 
 
 @dataclass(frozen=True)
@@ -44,16 +53,13 @@ class GatedActivation(jit.Kernel):
     gate: Gate
     dtype: torch.dtype
     tiling: RowTiling
+    count: int
+    """Results that a lane takes at a time."""
     vector_bytes: int
     bias: bool
     output: BlockOutput | None
     listed: bool = False
     """A list says which rows to work on."""
-
-    @property
-    def count(self) -> int:
-        """Elements of a vector."""
-        return self.vector_bytes // self.dtype.itemsize
 
     @cute.jit
     def __call__(
@@ -68,7 +74,9 @@ class GatedActivation(jit.Kernel):
         self.kernel(
             gate_up, stride, bias, experts, first_expert, listed, live_rows, out, scales, padded_rows, global_scale,
             rows, alpha, limit,
-        ).launch(grid=[blocks, 1, 1], block=[self.tiling.threads, 1, 1], stream=stream, use_pdl=True)  # fmt: skip
+        ).launch(
+            grid=[blocks * self.tiling.splits, 1, 1], block=[self.tiling.threads, 1, 1], stream=stream, use_pdl=True
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -119,9 +127,10 @@ class GatedActivation(jit.Kernel):
     def load_pairs(self, row: Any, places: Any, columns: Any) -> Any:
         """For each place the two vectors that a vector of results comes from."""
         interleaved = self.gate is Gate.CLAMPED_SWIGLU
-        step = self.vector_bytes * (2 if interleaved else 1)
-        apart = self.vector_bytes if interleaved else columns * self.dtype.itemsize
         dtype, count, width = TYPES[self.dtype], self.count, self.vector_bytes
+        part = count * self.dtype.itemsize
+        step = part * (2 if interleaved else 1)
+        apart = part if interleaved else columns * self.dtype.itemsize
         return [
             [vector.load(row + place * step + i * apart, dtype, count, width) for i in range(2)] for place in places
         ]
@@ -141,7 +150,8 @@ def clamped_swiglu_value(gate: Any, linear: Any, alpha: Any, limit: Any) -> Any:
     """`Gate.CLAMPED_SWIGLU` of one pair of fp32."""
     left = cute.arch.fmin(gate, limit, nan=True)
     right = cute.arch.fmax(cute.arch.fmin(linear, limit, nan=True), Float32(0.0) - limit, nan=True)
-    return _silu(left, alpha) * (right + Float32(1.0))
+    share = _silu(left, alpha)
+    return ptx.multiply_add(share, right, share)
 
 
 def _silu(x: Any, alpha: Any) -> Any:
