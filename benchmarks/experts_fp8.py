@@ -8,7 +8,7 @@ failed check ends the run.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,13 +35,12 @@ from rose_dist.models.random_weights import fill_randomly
 DEVICE = torch.device("cuda", 0)
 HIDDEN, TOP_K, LIMIT, LAYERS = 2880, 4, 7.0, 4
 TOKENS = (1, 8, 64, 128, 512, 1024, 4096)
+KINDS: tuple[MoeWeights, MoeWeights] = ("mxfp4", "fp8")
 
 
-def blocks(kind: MoeWeights, experts: int) -> list[MoE]:
+def blocks(kind: MoeWeights, experts: int, most: int) -> list[MoE]:
     """Of so many layers, with one exchange for all."""
-    sizes = AllToAllConfig(
-        num_experts=experts, top_k=TOP_K, hidden=HIDDEN, max_tokens=max(TOKENS), dtype=torch.bfloat16
-    )
+    sizes = AllToAllConfig(num_experts=experts, top_k=TOP_K, hidden=HIDDEN, max_tokens=most, dtype=torch.bfloat16)
     gpu = GpuOptions(device=DEVICE)
     if kind == "fp8":
         sizes, gpu = fp8_exchange(sizes, gpu, Layout.of(1))
@@ -112,13 +111,13 @@ def by_rows(x: Fp8Rows) -> torch.Tensor:
     return dequantize(x.codes, scales, FP8, dtype=torch.float32)
 
 
-def rows(model: str, experts: int, rate: float) -> Iterator[dict[str, Any]]:
+def rows(model: str, experts: int, numbers: Sequence[int], rate: float) -> Iterator[dict[str, Any]]:
     """A line for each number of tokens."""
-    packed, kept = blocks("mxfp4", experts), blocks("fp8", experts)
+    packed, kept = (blocks(kind, experts, max(numbers)) for kind in KINDS)
     bytes_an_expert = sum(
         matrix.codes[0].numel() for matrix in (kept[0].experts.gate_up_proj, kept[0].experts.down_proj)
     )
-    for tokens in TOKENS:
+    for tokens in numbers:
         torch.manual_seed(tokens)
         error = check(kept[0], tokens)
         x = torch.randn(tokens, HIDDEN, device=DEVICE).bfloat16()

@@ -24,6 +24,11 @@ class Arch:
         """Has `cvt` to and from e2m1 and ue8m0, and 256-bit global accesses."""
         return self.vector_bytes == 32
 
+    @property
+    def hopper(self) -> bool:
+        """Has `wgmma`, products of a warpgroup."""
+        return self.name == "sm_90a"
+
     def __str__(self) -> str:
         return self.name
 

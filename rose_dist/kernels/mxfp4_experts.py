@@ -15,6 +15,7 @@ from rose_dist.kernels.mxfp4 import BLOCK, dequantize_mxfp4
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES, PackedMxfp4
 from rose_dist.kernels.swiglu import ALPHA, Rows, clamped_swiglu
 from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, EXPERT_SHAPES, StreamShape, StreamTiling, gemm, stream
+from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES, WarpgroupShape
 
 SHARED_BYTES = 232448
 """A block's shared memory on Hopper and Blackwell."""
@@ -148,16 +149,47 @@ def launch_gemm(
     x: Tensor, weight: PackedMxfp4, bias: Tensor | None, rows: ExpertRows, out: Tensor, *, gated: bool, alpha: float,
     limit: float,
 ) -> None:  # fmt: skip
-    """The kernel for many rows; arguments are checked before."""
+    """The kernel for many rows on this GPU; arguments are checked before."""
+    if launch.device(x).arch.hopper:
+        shape = WARPGROUP_SHAPES.select(rows.most)
+        launch_warpgroup_gemm(x, weight, bias, rows, out, shape, gated=gated, alpha=alpha, limit=limit)
+    else:
+        launch_warp_gemm(x, weight, bias, rows, out, gated=gated, alpha=alpha, limit=limit)
+
+
+def launch_warp_gemm(
+    x: Tensor, weight: PackedMxfp4, bias: Tensor | None, rows: ExpertRows, out: Tensor, *, gated: bool, alpha: float,
+    limit: float,
+) -> None:  # fmt: skip
+    """With products of a warp: any GPU."""
     from rose_dist.kernels.cute import mxfp4_experts_prefill as cute  # noqa: PLC0415 - it loads the compiler
 
     tiling, device = gemm(weight.columns // BLOCK, TILE_BYTES), launch.device(x)
-    if weight.experts + x.shape[0] // tiling.rows > cute.SEGMENTS:
-        raise checks.fail("x", f"has {x.shape[0]} rows; at most {(cute.SEGMENTS - weight.experts) * tiling.rows} fit")
+    _check_segments(x, weight, tiling.rows, cute.SEGMENTS)
     launcher = cute.launcher(device.arch, weight.experts, weight.data.shape[1], tiling, gated)
     launch.run(
         launcher, x, weight.data, weight.rescale, bias, x, rows.counts, rows.offsets, out, alpha, limit, device.sms
     )
+
+
+def launch_warpgroup_gemm(
+    x: Tensor, weight: PackedMxfp4, bias: Tensor | None, rows: ExpertRows, out: Tensor, shape: WarpgroupShape,
+    *, gated: bool, alpha: float, limit: float,
+) -> None:  # fmt: skip
+    """With products of a warpgroup: Hopper."""
+    from rose_dist.kernels.cute import mxfp4_experts_warpgroup as cute  # noqa: PLC0415 - it loads the compiler
+
+    tiling, device = shape.tiling(weight.columns // BLOCK, TILE_BYTES), launch.device(x)
+    _check_segments(x, weight, tiling.rows, cute.SEGMENTS)
+    launcher = cute.launcher(device.arch, weight.experts, weight.data.shape[1], tiling, gated)
+    launch.run(
+        launcher, x, weight.data, weight.rescale, bias, x, rows.counts, rows.offsets, out, alpha, limit, device.sms
+    )
+
+
+def _check_segments(x: Tensor, weight: PackedMxfp4, rows: int, segments: int) -> None:
+    if weight.experts + x.shape[0] // rows > segments:
+        raise checks.fail("x", f"has {x.shape[0]} rows; at most {(segments - weight.experts) * rows} fit")
 
 
 def _check(x: Tensor, weight: PackedMxfp4, bias: Tensor | None, rows: ExpertRows) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rose_dist.kernels.dsl import Int32, Int64, T, Uint32, Uint64, dsl_user_op, ir, llvm
+from rose_dist.kernels.dsl import Boolean, Int32, Int64, T, Uint16, Uint32, Uint64, dsl_user_op, ir, llvm
 from rose_dist.kernels.inline_asm import asm as _asm
 from rose_dist.kernels.ptx_numbers import (
     absolute,
@@ -187,6 +187,15 @@ def store_16b(address: Any, words: tuple[Any, Any, Any, Any], *, loc: Any = None
     """16 bytes, past L1: for a peer GPU's memory or data that this SM does not read again."""
     text = "st.global.L1::no_allocate.v4.b32 [$0], {$1, $2, $3, $4};"
     _asm(text, "l,r,r,r,r", None, Int64(address), *(Int32(word) for word in words), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_where(wanted: Any, address: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """A u16 or u32 where `wanted`. No branch, so that neighbouring values are computed side by side."""
+    value = value if isinstance(value, Uint16) else Uint32(value)
+    kind = "h" if isinstance(value, Uint16) else "r"
+    text = f"{{ .reg .pred wanted; setp.ne.u32 wanted, $0, 0; @wanted st.global.b{value.width} [$1], $2; }}"
+    _asm(text, f"r,l,{kind}", None, Uint32(Boolean(wanted)), Int64(address), value, loc=loc, ip=ip)
 
 
 @dsl_user_op

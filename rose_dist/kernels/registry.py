@@ -21,6 +21,7 @@ from rose_dist.kernels.cute.moe_dispatch_decode import DispatchDecode
 from rose_dist.kernels.cute.moe_dispatch_prefill import AssignSlots, ScatterRows
 from rose_dist.kernels.cute.mxfp4_experts import ExpertLinear
 from rose_dist.kernels.cute.mxfp4_experts_prefill import ExpertGemm
+from rose_dist.kernels.cute.mxfp4_experts_warpgroup import WarpgroupExpertGemm
 from rose_dist.kernels.cute.network_combine import LandResultRows, LandResults
 from rose_dist.kernels.cute.network_dispatch import LandRecords
 from rose_dist.kernels.cute.paged_attention_decode import DecodeAttention
@@ -62,6 +63,7 @@ from rose_dist.kernels.variants import (
     gemm,
     stream,
 )
+from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES
 
 HIDDEN = (2880, 4096, 7168)
 """GPT-OSS, Qwen3-MoE 235B, DeepSeek-V3."""
@@ -227,8 +229,12 @@ def _mxfp4_experts(arch: Arch) -> Iterator[Kernel]:
         first, second = (stream(shape, columns // BLOCK, TILE_BYTES) for columns in (hidden, intermediate))
         yield ExpertLinear(arch, experts, tiles[0], first, gated=True, early=False)
         yield ExpertLinear(arch, experts, tiles[1], second, gated=False, early=True)
-    yield ExpertGemm(arch, experts, tiles[0], gemm(hidden // BLOCK, TILE_BYTES), gated=True)
-    yield ExpertGemm(arch, experts, tiles[1], gemm(intermediate // BLOCK, TILE_BYTES), gated=False)
+    for count, columns, gated in ((tiles[0], hidden // BLOCK, True), (tiles[1], intermediate // BLOCK, False)):
+        if not arch.hopper:
+            yield ExpertGemm(arch, experts, count, gemm(columns, TILE_BYTES), gated)
+            continue
+        for wide in WARPGROUP_SHAPES.variants:
+            yield WarpgroupExpertGemm(arch, experts, count, wide.tiling(columns, TILE_BYTES), gated)
 
 
 def _small_linears(arch: Arch) -> Iterator[Kernel]:

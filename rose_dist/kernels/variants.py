@@ -175,12 +175,13 @@ class StreamTiling:
 
 def stream(shape: StreamShape, columns: int, tile_bytes: int) -> StreamTiling:
     """`shape` applied to matrices of `columns` scale blocks a row: warps and steps are the largest divisors."""
-    warps = _divisor(columns, shape.warps)
-    steps = _divisor(columns // warps, shape.steps)
+    warps = divisor(columns, shape.warps)
+    steps = divisor(columns // warps, shape.steps)
     return StreamTiling(columns, warps, steps, shape.stages, shape.rows, shape.buffers, shape.per_sm, tile_bytes)
 
 
-def _divisor(value: int, at_most: int) -> int:
+def divisor(value: int, at_most: int) -> int:
+    """The largest divisor of `value` that is at most `at_most`."""
     return next(n for n in range(min(value, at_most), 0, -1) if value % n == 0)
 
 
@@ -268,7 +269,7 @@ EXPERT_GEMM_ROWS = 40
 def gemm(columns: int, tile_bytes: int) -> GemmTiling:
     """The tiling for matrices of `columns` scale blocks a row."""
     return GemmTiling(
-        columns, warps=8, feeders=4, rows=64, step_columns=_divisor(columns, 5), stages=4, tile_bytes=tile_bytes
+        columns, warps=8, feeders=4, rows=64, step_columns=divisor(columns, 5), stages=4, tile_bytes=tile_bytes
     )
 
 
@@ -285,7 +286,7 @@ class LinearShape:
 
     def warps_for(self, runs: int) -> int:
         """The largest divisor."""
-        return _divisor(runs, self.warps)
+        return divisor(runs, self.warps)
 
 
 LINEAR_SHAPES = Ranges((0, 9), (LinearShape(warps=9, ahead=4, per_sm=3), LinearShape(warps=9, ahead=4, per_sm=2)))

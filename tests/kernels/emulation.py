@@ -24,6 +24,7 @@ from rose_dist.kernels.cute import (
     moe_combine,
     mxfp4_experts,
     mxfp4_experts_prefill,
+    mxfp4_experts_warpgroup,
     paged_attention_decode,
     qk_norm,
     quantize,
@@ -38,7 +39,8 @@ from tests.ptx.machine import Machine
 _CACHES = (
     rms_norm.launcher, quantize.quantizer, quantize.dequantizer, qk_norm.launcher, swiglu.launcher,
     routing.launcher, embedding.launcher, expert_map.launcher, moe_combine.launcher, mxfp4_experts.launcher,
-    mxfp4_experts_prefill.launcher, paged_attention_decode.launcher, small_linear.launcher,
+    mxfp4_experts_prefill.launcher, mxfp4_experts_warpgroup.launcher, paged_attention_decode.launcher,
+    small_linear.launcher,
 )  # fmt: skip
 
 _EMPTY = torch.empty

@@ -81,10 +81,19 @@ def test_matches_float64(gpu: Any, gated: bool, counts: list[int], most: int) ->
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
-    ("counts", "columns", "rows"), [([70, 2], 64, 96), ([33, 0, 64], 160, 288), ([0, 20, 57], 224, 32)], ids=str
+    ("counts", "columns", "rows"),
+    [
+        ([70, 2], 64, 96),
+        ([33, 0, 64], 160, 288),
+        ([9, 0, 20, 57, 1, 33, 64, 17, 48, 3, 40, 5, 26], 224, 32),
+        ([130, 112, 1, 90, 20], 160, 32),
+    ],
+    ids=str,
 )
 def test_many_rows_match_float64(gpu: Any, gated: bool, counts: list[int], columns: int, rows: int) -> None:
-    """The prefill kernel: whole and half segments, warps without a tile row, more pieces than the ring has stages."""
+    """The prefill kernels: all of their widths, warps and a warpgroup without a tile row, blocks with several items of
+    different widths and more pieces than their rings have stages.
+    """
     layer = Layer(counts, columns, rows)
     assert max(counts) >= EXPERT_GEMM_ROWS
     assert_close(layer.run(gpu, gated=gated)[layer.live], layer.exact(gated=gated)[layer.live])
@@ -226,9 +235,9 @@ def test_bad_arguments(gpu: Any, change: dict[str, torch.Tensor], message: str) 
 def test_too_many_rows_or_columns(gpu: Any) -> None:
     few = PackedMxfp4(gpu.tensor(torch.zeros(1, 1, 1, 544, dtype=torch.uint8)), gpu.tensor(torch.ones(1)))
     counts, offsets = gpu.tensor(torch.zeros(1, dtype=torch.int32)), gpu.tensor(torch.zeros(2, dtype=torch.int64))
-    for most, allowed in ((1, 4095), (100, 65472)):
-        with pytest.raises(KernelArgumentError, match=f"x: has 65536 rows; at most {allowed}"):
-            expert_linear(gpu.tensor(torch.zeros(65536, 32).bfloat16()), few, None, ExpertRows(counts, offsets, most))
+    for most, allowed in ((1, 4095), (100, 1023 * (128 if gpu.info.arch.hopper else 64))):
+        with pytest.raises(KernelArgumentError, match=f"x: has 131072 rows; at most {allowed}"):
+            expert_linear(gpu.tensor(torch.zeros(131072, 32).bfloat16()), few, None, ExpertRows(counts, offsets, most))
     wide = PackedMxfp4(gpu.tensor(torch.zeros(1, 1, 720, 544, dtype=torch.uint8)), gpu.tensor(torch.ones(1)))
     with pytest.raises(KernelArgumentError, match="columns, which take"):
         expert_linear(gpu.tensor(torch.zeros(1, 720 * 32).bfloat16()), wide, None, ExpertRows(counts, offsets, 1))

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("cutlass")
 
 from rose_dist.kernels import binary, jit, registry
-from rose_dist.kernels.arch import ARCHS, Arch
+from rose_dist.kernels.arch import ARCHS, HOPPER, Arch
 from rose_dist.kernels.cute.mxfp4_experts import ExpertLinear
 from rose_dist.kernels.cute.mxfp4_experts_prefill import ExpertGemm
+from rose_dist.kernels.cute.mxfp4_experts_warpgroup import SEGMENTS, WarpgroupExpertGemm
 from rose_dist.kernels.cute.small_linear import SmallLinear
 from rose_dist.kernels.jit import Binary
+from rose_dist.kernels.mxfp4_experts import SHARED_BYTES
+from rose_dist.kernels.mxfp4_layout import TILE_BYTES
+from rose_dist.kernels.variants import gemm
+from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES
 
 REGISTERS = 65536
 """Of an SM."""
+WARPGROUP_DEPBAR = 0x00008000000079C5
+"""The instruction's first half: a wait for products."""
 
 
 @pytest.fixture(scope="module", params=["sm_90a", "sm_100a"])
@@ -81,11 +90,34 @@ def test_small_linear_has_its_first_weights_under_way_before_it_waits(arch: Arch
 
 
 def test_the_prefill_kernel_decodes_once_for_all_rows(arch: Arch) -> None:
-    kernel = next(k for k in registry._mxfp4_experts(arch) if isinstance(k, ExpertGemm))
-    compiled, tiling = jit.compile_binary(kernel), kernel.tiling
+    tiling = gemm(90, TILE_BYTES)
+    compiled = jit.compile_binary(ExpertGemm(arch, 128, 180, tiling, gated=True))
     both = tiling.row_tiles + tiling.row_tiles // 2  # whole and half segments
     assert compiled.ptx.count("mul.rn.bf16x2") == 2 * 16 * tiling.step_columns
     assert compiled.ptx.count("mma.sync.aligned.m16n8k16") == 4 * tiling.step_columns * both
     assert compiled.ptx.count("ld.shared.v4.b32") == tiling.step_columns * (2 + both)
     assert not re.search(r"ld\.global\S*\.v\d", compiled.ptx)
     assert binary.facts(compiled).stack_bytes == 0
+
+
+def test_products_of_a_warpgroup_overlap_its_decoding() -> None:
+    """The assembler may have each product wait for the one before, and says so only in a remark (C7512, C7513)."""
+    for shape in WARPGROUP_SHAPES.variants:
+        tiling = shape.tiling(90, TILE_BYTES)
+        compiled = jit.compile_binary(WarpgroupExpertGemm(HOPPER, 128, 180, tiling, gated=True))
+        halves, widths = 2 * tiling.step_columns, len(tiling.widths)
+        assert compiled.ptx.count("wgmma.mma_async") == 2 * halves * widths
+        assert compiled.ptx.count("mul.rn.bf16x2") == 8 * (halves + 1) * widths
+        waits = compiled.ptx.count("wgmma.wait_group")
+        assert waits == (halves + 1) * widths
+        words = np.frombuffer(compiled.cubin[: len(compiled.cubin) // 8 * 8], np.uint64)
+        assert np.count_nonzero(words == WARPGROUP_DEPBAR) == waits
+        assert binary.facts(compiled).stack_bytes == 0
+        assert tiling.shared_bytes + 4 * 4 * SEGMENTS + 4096 <= SHARED_BYTES
+
+
+def test_what_a_warpgroup_asks_for_is_there() -> None:
+    tiling = WARPGROUP_SHAPES.variants[-1].tiling(90, TILE_BYTES)
+    assert tiling.launch_registers == 168
+    with pytest.raises(AssertionError):
+        replace(tiling, registers=(96, 208))

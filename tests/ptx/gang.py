@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tests.ptx.bulk_ops import BulkCopy
     from tests.ptx.launch import ActiveLaunch
     from tests.ptx.machine import Machine
+    from tests.ptx.warpgroup_ops import Pipeline
 
 WARP = 32
 _SPINS_BEFORE_SWITCH = 6
@@ -124,6 +125,8 @@ class Gang:
         self.arguments: dict[str, Array] = {}
         """Of a call that is to come, by parameter name."""
         self.bulk_groups: dict[int, list[list[BulkCopy]]] = {}
+        self.pipelines: dict[int, Pipeline] = {}
+        """Of a warp, by its first lane."""
         self.fuel = 0
         self.strong_reads = 0
         self.effects = 0

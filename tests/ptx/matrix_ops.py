@@ -56,12 +56,12 @@ def mma(program: Program, instruction: Instruction) -> Exchange:
     per_lane = 32 // _BITS[of_a]
 
     def run(g: Gang, members: Array) -> None:
-        warps = _whole_warps(g, "mma")
+        warps = whole_warps(g, "mma")
         a, b, c = (np.stack([np.broadcast_to(r(g), g.lanes) for r in reads_of], axis=1) for reads_of in reads)
         outputs = np.zeros((g.lanes, 4), np.uint32)
         for start in warps:
             warp = slice(start, start + WARP)
-            left = _a_fragment(decode(a[warp], of_a), depth, per_lane)
+            left = a_fragment(decode(a[warp], of_a), depth, per_lane)
             right = _b_fragment(decode(b[warp], of_b), depth, per_lane)
             accumulator = c[warp].view(np.float32 if result == "f32" else np.int32).astype(np.float64)
             total = left @ right + _c_matrix(accumulator)
@@ -73,7 +73,7 @@ def mma(program: Program, instruction: Instruction) -> Exchange:
     return run
 
 
-def _whole_warps(g: Gang, name: str) -> list[int]:
+def whole_warps(g: Gang, name: str) -> list[int]:
     """First lanes of the warps that are here, each of which must be here as a whole."""
     if g.lanes % WARP:
         raise WarpSyncError(f"{name} needs all lanes of its warp")
@@ -85,11 +85,11 @@ def _whole_warps(g: Gang, name: str) -> list[int]:
 
 def _row_lanes(g: Gang, name: str, count: int) -> tuple[Array, Array]:
     """Lanes of the warps that are here [warps, 32], and those of them that give an address [warps * 8 * count]."""
-    lanes = np.array(_whole_warps(g, name))[:, None] + np.arange(WARP)
+    lanes = np.array(whole_warps(g, name))[:, None] + np.arange(WARP)
     return lanes, lanes[:, : 8 * count].reshape(-1)
 
 
-def _a_fragment(values: Array, depth: int, per_lane: int) -> Array:
+def a_fragment(values: Array, depth: int, per_lane: int) -> Array:
     """(32 lanes, registers * per_lane) -> (16, depth): lane l holds columns of rows l/4 and l/4 + 8."""
     matrix = np.zeros((16, depth))
     for lane in range(WARP):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.ptx import matrix_ops
+from tests.ptx import matrix_ops, warpgroup_ops
 from tests.ptx.errors import UnknownInstruction, WarpSyncError
 from tests.ptx.float_ops import min_max
 from tests.ptx.gang import WARP, Gang, Split
@@ -39,6 +39,8 @@ def build(program: Program, instruction: Instruction) -> Control | None:
     matrices = {"mma": matrix_ops.mma, "ldmatrix": matrix_ops.ldmatrix, "stmatrix": matrix_ops.stmatrix}
     if parts[0] in matrices:
         return _synchronous(program, Imm(ALL), matrices[parts[0]](program, instruction))
+    if parts[0] == "wgmma":
+        return _synchronous(program, Imm(ALL), warpgroup_ops.build(program, instruction))
     family = families.get(parts[0])
     if family is None:
         return None

@@ -58,3 +58,22 @@ def list_segments(
                 segments[2][segment - base] = vector.min_of(count - done, Int32(rows))
                 segments[3][segment - base] = factor
     cute.arch.sync_threads()
+
+
+@cute.jit
+def list_even_segments(
+    mine: list[Any], starts: cute.Tensor, segments: list[cute.Tensor], experts: cutlass.Constexpr
+) -> None:
+    """All segments, as `list_segments`, but those of an expert have the same number of rows, up to one."""
+    for i in range_constexpr(len(mine)):
+        expert, count, start, factor = mine[i]
+        if expert < experts:
+            own, end = starts[expert], starts[expert + 1]
+            each = (count + (end - own - 1)) // vector.max_of(end - own, Int32(1))
+            for segment in range(own, end):
+                done = (segment - own) * each
+                segments[0][segment] = Int32(expert)
+                segments[1][segment] = start + done
+                segments[2][segment] = vector.min_of(count - done, each)
+                segments[3][segment] = factor
+    cute.arch.sync_threads()

@@ -1,0 +1,84 @@
+"""Tensor core products of a warpgroup on Hopper: asynchronous, the left operand in registers, the right one in shared
+memory.
+
+A warpgroup is 4 whole warps, the first of which has a number that 4 divides. All of them execute each of these
+functions. Warp w's part of the 64-row left operand is rows 16w … 16w + 15, in the fragments of `warp_matrix`, and so
+are its sums, 8 columns after 8 columns.
+
+Registers of a product that is under way belong to it: its operands and sums may be touched only after `await_products`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rose_dist.kernels.dsl import Float32, T, Uint32, dsl_user_op, ir, llvm
+from rose_dist.kernels.inline_asm import asm as _asm
+
+CELL_BYTES = 16
+"""8 bf16 of one column of the right operand: what is contiguous in shared memory."""
+
+
+def right_operand(address: Any, columns: int) -> Any:
+    """The lower half of the descriptor of a right operand that lies at a shared address: cells [depth / 8, `columns`],
+    of which the first 16 in depth are multiplied. The upper half is always `_UPPER`.
+    """
+    # PTX ISA, matrix descriptor, no swizzle: address / 16 in 14 bits, then from bit 16 the distance / 16 of depth 8.
+    return ((Uint32(address) & Uint32(0x3FFFF)) >> Uint32(4)) | Uint32(columns << 16)
+
+
+_UPPER = 8 * CELL_BYTES // 16
+"""From bit 32 the distance / 16 of 8 columns."""
+
+
+@dsl_user_op
+def multiply_add_async(sums: Any, left: Any, right: Any, *, loc: Any = None, ip: Any = None) -> list[Any]:
+    """Start left · right + sums: fp32 [64, n] from bf16 [64, 16] and [16, n], n twice the number of a thread's `sums`.
+
+    left: 4 words of pairs; right: from `right_operand`.
+    """
+    count = len(sums)
+    struct = ir.Type.parse(f"!llvm.struct<({','.join(['f32'] * count)})>")
+    places = ", ".join(f"${i}" for i in range(count))
+    text = (
+        "{ .reg .pred add; .reg .b64 right; setp.ne.b32 add, 1, 0; "
+        f"mov.b64 right, {{${count + 4}, {_UPPER}}}; "
+        f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.bf16.bf16 {{{places}}}, "
+        f"{{${count}, ${count + 1}, ${count + 2}, ${count + 3}}}, right, add, 1, 1, 0; }}"
+    )
+    constraints = ",".join(["=f"] * count + ["r"] * 5 + [str(i) for i in range(count)])
+    operands = [*(Uint32(word) for word in left), Uint32(right), *(Float32(value) for value in sums)]
+    return _floats(_asm(text, constraints, struct, *operands, loc=loc, ip=ip), count, loc, ip)
+
+
+@dsl_user_op
+def fence_products(*, loc: Any = None, ip: Any = None) -> None:
+    """Registers written before it may be operands and sums of products after it."""
+    _asm("wgmma.fence.sync.aligned;", "", None, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def commit_products(*, loc: Any = None, ip: Any = None) -> None:
+    """The products since the last commit become a group."""
+    _asm("wgmma.commit_group.sync.aligned;", "", None, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def await_products(left: int, *, loc: Any = None, ip: Any = None) -> None:
+    """Until all groups but the last `left` are done: what they read is free."""
+    _asm(f"wgmma.wait_group.sync.aligned {left};", "", None, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def await_sums(sums: Any, *, loc: Any = None, ip: Any = None) -> list[Any]:
+    """Until all groups are done; the sums, which the compiler can't read any earlier."""
+    count = len(sums)
+    struct = ir.Type.parse(f"!llvm.struct<({','.join(['f32'] * count)})>")
+    constraints = ",".join(["=f"] * count + [str(i) for i in range(count)])
+    operands = [Float32(value) for value in sums]
+    text = "wgmma.wait_group.sync.aligned 0;"
+    return _floats(_asm(text, constraints, struct, *operands, loc=loc, ip=ip), count, loc, ip)
+
+
+def _floats(struct: Any, count: int, loc: Any, ip: Any) -> list[Any]:
+    return [Float32(llvm.extractvalue(T.f32(), struct, [i], loc=loc, ip=ip)) for i in range(count)]

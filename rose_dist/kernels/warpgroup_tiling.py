@@ -1,0 +1,120 @@
+"""How a block of warpgroups multiplies an expert's matrix by many rows of x: pure data and arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rose_dist.kernels.variants import WARP, Ranges, divisor
+
+WARPGROUP = 4
+"""Warps."""
+FEEDER_ROWS = 32
+"""Rows of x that a feeding warp holds in registers."""
+REGISTERS = 65536
+"""Of an SM."""
+
+
+@dataclass(frozen=True)
+class WarpgroupTiling:
+    """A block's warpgroups take 4 groups of 32 matrix rows each; as many warps as one has feed them."""
+
+    columns: int
+    """Scale blocks of a matrix row."""
+    warpgroups: int
+    """That compute."""
+    widths: tuple[int, ...]
+    """Numbers of rows of x that there is code for, rising multiples of 8; the least that holds a segment's is taken."""
+    step_columns: int
+    """Scale blocks of a matrix row that a stage of the ring holds."""
+    stages: int
+    tile_bytes: int
+    """Of 32 by 32 weights."""
+    registers: tuple[int, int]
+    """Of a feeding and of a computing thread, once they are shared out anew."""
+
+    def __post_init__(self) -> None:
+        assert all(width % 8 == 0 for width in self.widths), self.widths
+        assert self.rows <= self.feeders * FEEDER_ROWS, self.widths
+        feeding, computing = self.registers
+        # A thread that asks for more than its block was launched with waits for ever.
+        assert feeding + self.warpgroups * computing <= (1 + self.warpgroups) * self.launch_registers, self.registers
+
+    @property
+    def rows(self) -> int:
+        """Most rows of x at a time."""
+        return self.widths[-1]
+
+    @property
+    def warps(self) -> int:
+        """Warps that compute, a group of 32 matrix rows each."""
+        return self.warpgroups * WARPGROUP
+
+    @property
+    def feeders(self) -> int:
+        """Warps that copy."""
+        return WARPGROUP
+
+    @property
+    def threads(self) -> int:
+        return (self.warps + self.feeders) * WARP
+
+    @property
+    def launch_registers(self) -> int:
+        """Of a thread, as the compiler allots them: as many as there are, by eights."""
+        return min(255, REGISTERS // self.threads // 8 * 8)
+
+    @property
+    def steps(self) -> int:
+        """Stages that an item fills."""
+        return self.columns // self.step_columns
+
+    @property
+    def x_bytes(self) -> int:
+        """Of all rows of x in a stage."""
+        return self.rows * self.step_columns * 64
+
+    @property
+    def tile_row_bytes(self) -> int:
+        """Of 32 matrix rows in a stage."""
+        return self.step_columns * self.tile_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.x_bytes + self.warps * self.tile_row_bytes
+
+    @property
+    def ring_offset(self) -> int:
+        """Behind two barriers a stage: it is full, it is free."""
+        return -(-2 * self.stages * 8 // 128) * 128
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.ring_offset + self.stages * self.stage_bytes
+
+
+@dataclass(frozen=True)
+class WarpgroupShape:
+    """A `WarpgroupTiling` before the matrix's columns are known."""
+
+    widths: tuple[int, ...]
+    step_columns: int
+    """Scale blocks of a matrix row that a stage holds, at most."""
+    stages: int
+
+    def tiling(self, columns: int, tile_bytes: int) -> WarpgroupTiling:
+        """For matrices of `columns` scale blocks a row."""
+        return WarpgroupTiling(
+            columns, warpgroups=2, widths=self.widths, step_columns=divisor(columns, self.step_columns),
+            stages=self.stages, tile_bytes=tile_bytes, registers=(88, 208),
+        )  # fmt: skip
+
+
+WARPGROUP_SHAPES = Ranges(
+    (0, 65),
+    (
+        WarpgroupShape(widths=(16, 32, 48, 64), step_columns=3, stages=8),
+        WarpgroupShape(widths=(48, 72, 96, 112, 128), step_columns=3, stages=5),
+    ),
+)
+"""By the rows that an expert may have. Each width takes the assembler 8 more registers, so there is room for 5 behind
+128. With those, experts of about 128 rows are multiplied as if they had 7 % more."""
