@@ -1,12 +1,13 @@
 """GPT-OSS's MXFP4 expert layers on one GPU: checked against fp32 first, then timed in CUDA graphs.
 
-    python -m benchmarks.experts [--models gpt-oss-120b …] [--tokens 1 2 4 …] [--sweep | --gemms | --fp8] [--out FOLDER]
+    python -m benchmarks.experts [--models gpt-oss-120b gpt-oss-20b] [--tokens 1 2 4 …] [--sweep | --fp8] [--out D]
 
 Routing is uniform: every token goes to 4 distinct experts at random. A graph goes through several layers, each with its
 own weights, so that none are left in L2 from the time before. Bytes are those of the experts touched, once; the share
-is that of this run's copy rate. `--sweep` times other shapes of the kernel too. A failed check ends the run. `--gemms`
-checks and times, and does nothing else, the kernels for many rows at 512, 1024 and 4096 tokens (or those of --tokens);
-`--fp8` likewise FP8 experts by DeepGEMM and whole MoE blocks in FP8 and in MXFP4 (`experts_fp8.py`).
+is that of this run's copy rate. `--sweep` times variants of the kernel instead, on gpt-oss-120b, those of the tokens
+named (all by default); the first of each is how it was before. Alone, a layer follows the one before it and can fetch
+weights all the while; between a dispatch and a combine it has what an engine leaves it. A failed check ends the run.
+`--fp8` times FP8 experts by DeepGEMM instead, and whole MoE blocks in FP8 and in MXFP4 (`experts_fp8.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +25,16 @@ import torch
 
 from benchmarks import experts_fp8
 from benchmarks.graphs import copy_rate, table, time_call
+from rose_dist.comm.all_to_all.local import Local
+from rose_dist.comm.all_to_all.local_gpu import GpuOptions
+from rose_dist.comm.all_to_all.protocol import AllToAllConfig, Routing
 from rose_dist.kernels import launch
+from rose_dist.kernels.expert_slots import PackedChoice
 from rose_dist.kernels.mxfp4 import dequantize_mxfp4
-from rose_dist.kernels.mxfp4_experts import (
-    ExpertRows,
-    expert_linear,
-    expert_swiglu,
-    launch_gemm,
-    launch_tiling,
-    launch_warp_gemm,
-    launch_warpgroup_gemm,
-    tiling,
-)  # fmt: skip
+from rose_dist.kernels.mxfp4_experts import ExpertRows, expert_linear, expert_swiglu, launch_gemm, launch_tiling, tiling
 from rose_dist.kernels.mxfp4_layout import CODE_BYTES, PackedMxfp4
+from rose_dist.kernels.stream_tiling import EXPERT_SHAPES, StreamShape
 from rose_dist.kernels.swiglu import ALPHA
-from rose_dist.kernels.variants import EXPERT_SHAPES, StreamShape
-from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES
 
 DEVICE = torch.device("cuda", 0)
 HIDDEN, TOP_K, LIMIT = 2880, 4, 7.0
@@ -49,35 +43,43 @@ MODELS = {"gpt-oss-120b": 128, "gpt-oss-20b": 32}
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 1024, 4096)
 LAYERS = 6
 FLOP_A_ROW = 2 * 3 * HIDDEN * HIDDEN
-Launch = Callable[..., None]
-GEMM_TOKENS = (512, 1024, 4096)
-GEMMS: dict[str, Launch] = {
-    "warp": launch_warp_gemm,
-    "warpgroup 64": partial(launch_warpgroup_gemm, shape=WARPGROUP_SHAPES.variants[0]),
-    "warpgroup 128": partial(launch_warpgroup_gemm, shape=WARPGROUP_SHAPES.variants[1]),
-}
-"""Kernels for many rows, by the rows that they multiply at a time."""
-SWEEP: dict[int, tuple[StreamShape | None, ...]] = {
-    1: (
-        StreamShape(15, 3, 5, rows=1, buffers=2, per_sm=2), StreamShape(15, 3, 6, rows=1, buffers=2),
-        StreamShape(15, 3, 9, rows=1, buffers=2), StreamShape(15, 6, 10, rows=1, buffers=2, per_sm=2),
-        StreamShape(9, 5, 6, rows=1, buffers=2, per_sm=2), StreamShape(18, 5, 8, rows=1, buffers=2),
-    ),
+AT_ONCE = 1 << 30
+"""`left` that lets the next launch begin at the start of this one."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a sweep compares. `shape`: None is the kernel for many rows; `choice`: the first layer reads the choice."""
+
+    name: str
+    shape: StreamShape | None
+    choice: bool = True
+
+
+ONE, FOUR, EIGHT, SIXTEEN = EXPERT_SHAPES.variants
+BEFORE = tuple(
+    Variant("as before", replace(shape, in_flight=size << 10, left=AT_ONCE, ahead=0), choice=False)
+    for shape, size in zip(EXPERT_SHAPES.variants, (80, 64, 96, 64), strict=True)
+)
+EIGHT_TWICE = Variant("8 rows, 2 blocks an SM", replace(EIGHT, steps=6, in_flight=48 << 10, per_sm=2))
+FEW = (
+    BEFORE[0], Variant("now", ONE), Variant("now, without choice", ONE, choice=False),
+    Variant("next at once", replace(ONE, left=AT_ONCE)), Variant("next at the last copy", replace(ONE, left=0)),
+    Variant("next later", replace(ONE, left=48 << 10)), Variant("nothing ahead", replace(ONE, ahead=0)),
+    Variant("smaller copies", replace(ONE, steps=6)),
+)  # fmt: skip
+SWEEP: dict[int, tuple[Variant, ...]] = {
+    1: FEW,
+    2: FEW,
+    4: FEW,
     8: (
-        StreamShape(15, 3, 4, rows=4, buffers=1, per_sm=2), StreamShape(15, 3, 8, rows=4, buffers=1),
-        StreamShape(15, 3, 6, rows=8, buffers=1), StreamShape(15, 3, 4, rows=8, buffers=1),
-        StreamShape(15, 6, 12, rows=8, buffers=1), StreamShape(9, 5, 10, rows=8, buffers=1),
-        StreamShape(18, 5, 8, rows=8, buffers=1),
+        BEFORE[1], Variant("now", FOUR), EIGHT_TWICE, Variant("smaller copies", replace(FOUR, steps=6)),
     ),
-    64: (
-        StreamShape(15, 3, 4, rows=16, buffers=1), StreamShape(15, 6, 8, rows=16, buffers=1),
-        StreamShape(15, 3, 6, rows=8, buffers=1), StreamShape(9, 5, 8, rows=16, buffers=1), None,
-    ),
-    256: (StreamShape(15, 3, 4, rows=16, buffers=1), None),
-    512: (StreamShape(15, 3, 4, rows=16, buffers=1), None),
-    1024: (StreamShape(15, 3, 4, rows=16, buffers=1), None),
+    64: (BEFORE[2], Variant("now", EIGHT), EIGHT_TWICE, Variant("16 rows", SIXTEEN)),
+    128: (BEFORE[3], Variant("now", SIXTEEN), Variant("8 rows", EIGHT), Variant("many rows", None)),
+    512: (BEFORE[3], Variant("now", SIXTEEN), Variant("many rows", None)),
 }  # fmt: skip
-"""By tokens: shapes to compare."""
+"""By tokens. The kernel itself has changed since too: `results/h200/experts.md` holds what it took then."""
 
 
 @dataclass
@@ -104,12 +106,12 @@ class Layer:
 
 
 def routed(tokens: int, experts: int) -> tuple[torch.Tensor, ExpertRows]:
-    ids = torch.rand(tokens, experts, device=DEVICE).topk(TOP_K, dim=1).indices
+    ids = torch.rand(tokens, experts, device=DEVICE).topk(TOP_K, dim=1).indices.int()
     counts = torch.bincount(ids.flatten(), minlength=experts).int()
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64, device=DEVICE), counts.long().cumsum(0)])
     x = torch.randn(tokens * TOP_K, HIDDEN, device=DEVICE).bfloat16()
     mean = tokens * TOP_K / experts
-    return x, ExpertRows(counts, offsets, max(1, round(mean + 3 * mean**0.5)))
+    return x, ExpertRows(counts, offsets, max(1, round(mean + 3 * mean**0.5)), PackedChoice(ids, None, 0))
 
 
 def check(layer: Layer, tokens: int, experts: int) -> float:
@@ -164,115 +166,105 @@ def figures(layers: list[Layer], model: str, tokens: int, rate: float) -> dict[s
     }  # fmt: skip
 
 
-def sweep(layers: list[Layer], tokens: int, shape: StreamShape | None, rate: float) -> dict[str, Any]:
-    """Both kernels in one shape; None is the kernel for many rows."""
-    torch.manual_seed(tokens)
-    x, rows = routed(tokens, layers[0].gate_up.experts)
-    touched = int((rows.counts > 0).sum())
-    h, y = torch.empty_like(x), torch.empty_like(x)
-    device = launch.device(x)
+class Run:
+    """Both layers in one variant, and the same between a dispatch and a combine."""
 
-    def call(layer: Layer) -> None:
+    def __init__(self, tokens: int, experts: int, variant: Variant) -> None:
+        torch.manual_seed(tokens)
+        self.variant = variant
+        self.x, rows = routed(tokens, experts)
+        assert rows.choice is not None
+        self.rows = rows if variant.choice else replace(rows, choice=None)
+        self.h, self.y = torch.empty_like(self.x), torch.empty_like(self.x)
+        config = AllToAllConfig(
+            num_experts=experts, top_k=TOP_K, hidden=HIDDEN, max_tokens=tokens, dtype=torch.bfloat16
+        )
+        self.exchange = Local(config, gpu=GpuOptions(device=DEVICE))
+        self.tokens = torch.randn(tokens, HIDDEN, device=DEVICE).bfloat16()
+        self.out = torch.empty_like(self.tokens)
+        self.routing = Routing(rows.choice.ids, torch.rand(tokens, TOP_K, device=DEVICE))
+
+    def layers(self, layer: Layer, x: torch.Tensor, rows: ExpertRows) -> None:
         for weight, bias, source, out, gated in (
-            (layer.gate_up, layer.gate_up_bias, x, h, True), (layer.down, layer.down_bias, h, y, False),
-        ):  # fmt: skip
-            if shape is None:
+            (layer.gate_up, layer.gate_up_bias, x, self.h, True),
+            (layer.down, layer.down_bias, self.h, self.y, False),
+        ):
+            if self.variant.shape is None:
                 launch_gemm(source, weight, bias, rows, out, gated=gated, alpha=ALPHA, limit=LIMIT)
                 continue
             launch_tiling(
-                source, weight, bias, rows, out, tiling(weight, shape), device, gated=gated, early=not gated,
-                alpha=ALPHA, limit=LIMIT,
+                source, weight, bias, rows, out, tiling(weight, self.variant.shape), launch.device(x), gated=gated,
+                early=not gated, alpha=ALPHA, limit=LIMIT,
             )  # fmt: skip
 
-    us = per_layer(layers, call)
+    def alone(self, layer: Layer) -> None:
+        self.layers(layer, self.x, self.rows)
+
+    def exchanged(self, layer: Layer) -> None:
+        dispatched = self.exchange.dispatch(self.tokens, self.routing)
+        choice = dispatched.choice if self.variant.choice else None
+        self.layers(layer, dispatched.x, ExpertRows(dispatched.counts, dispatched.offsets, self.rows.most, choice))
+        self.exchange.combine(self.y, dispatched, out=self.out)
+
+
+def sweep(layers: list[Layer], tokens: int, variant: Variant, rate: float) -> dict[str, Any]:
+    """One variant's times; it has to give what the default gives."""
+    run = Run(tokens, layers[0].gate_up.experts, variant)
+    wanted = layers[0](run.x, run.rows).float()
+    run.alone(layers[0])
+    error = float((run.y.float() - wanted).norm() / wanted.norm())
+    if not error <= 2e-2:
+        sys.exit(f"WRONG RESULT: {tokens} tokens, {variant}: relative error {error:.3g}")
+    us, exchanged = per_layer(layers, run.alone), per_layer(layers, run.exchanged)
+    touched = int((run.rows.counts > 0).sum())
     moved = touched * (layers[0].gate_up.data[0].numel() + layers[0].down.data[0].numel())
     return {
-        "tokens": tokens, "shape": str(shape or "many rows"), "both us": us, "% of copy": 100 * moved / rate / us,
-        "TFLOP/s": FLOP_A_ROW * x.shape[0] / us / 1e6,
+        "tokens": tokens, "variant": variant.name, "both us": us, "% of copy": 100 * moved / rate / us,
+        "with dispatch and combine us": exchanged, "TFLOP/s": FLOP_A_ROW * run.x.shape[0] / us / 1e6,
+        "shape": str(variant.shape or ""),
     }  # fmt: skip
 
 
-def gemms(layers: list[Layer], tokens: int, name: str, rate: float) -> dict[str, Any]:
-    """Each layer by one of the kernels for many rows; "few rows" is the one for few."""
-    torch.manual_seed(tokens)
-    x, rows = routed(tokens, layers[0].gate_up.experts)
-    h, y = torch.empty_like(x), torch.empty_like(x)
-    device, shape = launch.device(x), EXPERT_SHAPES.select(16)
-
-    def call(layer: Layer, gated: bool) -> None:
-        weight, bias = (layer.gate_up, layer.gate_up_bias) if gated else (layer.down, layer.down_bias)
-        source, out, options = (x, h, {"gated": True}) if gated else (h, y, {"gated": False})
-        if name in GEMMS:
-            GEMMS[name](source, weight, bias, rows, out, alpha=ALPHA, limit=LIMIT, **options)
-        else:
-            launch_tiling(
-                source, weight, bias, rows, out, tiling(weight, shape), device, early=False, alpha=ALPHA, limit=LIMIT,
-                **options,
-            )  # fmt: skip
-
-    for gated in (True, False):
-        call(layers[0], gated)
-    error = relative_error(layers[0], x, rows, h, y)
-    one, two = (per_layer(layers, lambda layer, gated=gated: call(layer, gated), replays=5) for gated in (True, False))
-    moved = int((rows.counts > 0).sum()) * sum(w.data[0].numel() for w in (layers[0].gate_up, layers[0].down))
-    return {
-        "tokens": tokens, "kernel": name, "first us": one, "second us": two, "both us": one + two,
-        "% of copy": 100 * moved / rate / (one + two), "TFLOP/s": FLOP_A_ROW * x.shape[0] / (one + two) / 1e6,
-        "relative error": error,
-    }  # fmt: skip
+def show(begin: float, row: dict[str, Any]) -> None:
+    shown = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
+    print(f"[{time.perf_counter() - begin:5.1f} s] {shown}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--tokens", nargs="+", type=int, default=[])
+    parser.add_argument("--tokens", nargs="+", type=int)
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--gemms", action="store_true")
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     begin = time.perf_counter()
     rate = copy_rate()
-    results: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(0),
-        "copy TB/s": rate / 1e6,
-        "rows": [],
-        "sweep": [],
-        "gemms": [],
-        "fp8": [],
-    }
+    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0), "copy TB/s": rate / 1e6, "rows": []}
     print(f"copy rate {rate / 1e6:.2f} TB/s", flush=True)
-    for model in arguments.models:
+    for model in ["gpt-oss-120b"] if arguments.sweep else arguments.models:
         if arguments.fp8:
             for row in experts_fp8.rows(model, MODELS[model], arguments.tokens or experts_fp8.TOKENS, rate):
-                results["fp8"].append(row)
-                print(f"[{time.perf_counter() - begin:5.1f} s] {row}", flush=True)
+                show(begin, row)
+                results["rows"].append(row)
             continue
         layers = [Layer.random(MODELS[model]) for _ in range(LAYERS)]
-        if arguments.gemms:
-            for tokens in arguments.tokens or GEMM_TOKENS:
-                for name in ("few rows", *GEMMS) if tokens <= 1024 else GEMMS:
-                    results["gemms"].append({"model": model, **gemms(layers, tokens, name, rate)})
-                    print(f"[{time.perf_counter() - begin:5.1f} s] {results['gemms'][-1]}", flush=True)
-            continue
-        for tokens in arguments.tokens or TOKENS:
+        for tokens in arguments.tokens or (SWEEP if arguments.sweep else TOKENS):
             torch.manual_seed(tokens)
             error = check(layers[0], tokens, MODELS[model])
-            row = figures(layers, model, tokens, rate)
-            results["rows"].append(row)
-            shown = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
-            print(f"[{time.perf_counter() - begin:5.1f} s] {shown}; relative error {error:.2g}", flush=True)
-        if arguments.sweep and model == "gpt-oss-120b":
-            for tokens, shapes in SWEEP.items():
-                for shape in shapes:
-                    results["sweep"].append(sweep(layers, tokens, shape, rate))
-                    print(f"[{time.perf_counter() - begin:5.1f} s] {results['sweep'][-1]}", flush=True)
+            if arguments.sweep:
+                rows = [sweep(layers, tokens, variant, rate) for variant in SWEEP[tokens]]
+            else:
+                rows = [figures(layers, model, tokens, rate) | {"relative error": error}]
+            for row in rows:
+                show(begin, row)
+            results["rows"] += rows
         del layers
         torch.cuda.empty_cache()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    file = "experts_gemms.json" if arguments.gemms else "experts_fp8.json" if arguments.fp8 else "experts.json"
-    (arguments.out / file).write_text(json.dumps(results, indent=1))
-    print(*(table(results[part]) for part in ("rows", "sweep", "gemms", "fp8") if results[part]), sep="\n")
+    name = "experts_sweep.json" if arguments.sweep else "experts_fp8.json" if arguments.fp8 else "experts.json"
+    (arguments.out / name).write_text(json.dumps(results, indent=1))
+    print(table(results["rows"]))
 
 
 if __name__ == "__main__":

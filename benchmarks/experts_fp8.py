@@ -72,7 +72,7 @@ class Dispatched:
         assert given.slots is not None
         listed = Rows(places=given.slots.flatten().clone(), experts=chosen.ids.flatten())
         self.rows = ExpertRows(
-            given.counts.clone(), given.offsets.clone(), block._most_rows(tokens), given.layout, listed
+            given.counts.clone(), given.offsets.clone(), block._most_rows(tokens), layout=given.layout, listed=listed
         )
 
 

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from rose_dist.kernels import checks, launch
 from rose_dist.kernels.arch import DeviceInfo
-from rose_dist.kernels.expert_slots import COMPACT, PackedLayout
+from rose_dist.kernels.expert_slots import COMPACT, MAX_PAIRS, PackedChoice, PackedLayout
 from rose_dist.kernels.mxfp4 import BLOCK, dequantize_mxfp4
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES, PackedMxfp4
+from rose_dist.kernels.stream_tiling import EXPERT_SHAPES, StreamShape, StreamTiling, stream
 from rose_dist.kernels.swiglu import ALPHA, Rows, clamped_swiglu
-from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, EXPERT_SHAPES, StreamShape, StreamTiling, gemm, stream
+from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, gemm
 from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES, WarpgroupShape
 
 SHARED_BYTES = 232448
@@ -33,6 +34,9 @@ class ExpertRows:
     """int64 [experts + 1] or [experts]: where each expert's rows start."""
     most: int
     """Rows that the largest expert is expected to have: chooses the kernel. More are computed right, but slower."""
+    choice: PackedChoice | None = None
+    """What the counts were made from, if it was complete before the launch just before the experts' began its own work,
+    as where that one packs the rows. Weights are then fetched while it still runs."""
     layout: PackedLayout = COMPACT
     """How the rows were packed."""
     listed: Rows | None = None
@@ -90,7 +94,7 @@ def expert_linear(
 def tiling(weight: PackedMxfp4, shape: StreamShape) -> StreamTiling:
     """`shape` for a weight's columns. Raises `KernelArgumentError` where a block's shared memory can't hold it."""
     result = stream(shape, weight.columns // BLOCK, TILE_BYTES)
-    needed = result.shared_bytes + 2048 + 8 * weight.experts
+    needed = result.shared_bytes + 2048 + 12 * weight.experts
     if needed > SHARED_BYTES:
         raise checks.fail(
             "weight", f"has {weight.experts} experts and {weight.columns} columns, which take {needed} bytes of shared "
@@ -139,10 +143,18 @@ def launch_tiling(
     """The kernel with a tiling of the caller's choice; arguments are checked before."""
     from rose_dist.kernels.cute import mxfp4_experts as cute  # noqa: PLC0415 - it loads the compiler
 
-    launcher = cute.launcher(device.arch, weight.experts, weight.data.shape[1], tiling, gated, early)
-    launch.run(
-        launcher, x, weight.data, weight.rescale, bias, x, rows.counts, rows.offsets, out, alpha, limit, device.sms
+    choice = rows.choice
+    if choice is not None and choice.ids.numel() > MAX_PAIRS:
+        choice = None
+    known = (choice.ids, choice.live_rows, choice.first_expert, choice.ids.shape[0]) if choice else (None, None, 0, 0)
+    top_k = choice.ids.shape[1] if choice else 0
+    launcher = cute.launcher(
+        device.arch, weight.experts, weight.data.shape[1], tiling, gated, early or top_k > 0, top_k
     )
+    launch.run(
+        launcher, x, weight.data, weight.rescale, bias, x, rows.counts, rows.offsets, *known, out, alpha, limit,
+        device.sms,
+    )  # fmt: skip
 
 
 def launch_gemm(
@@ -209,6 +221,12 @@ def _check(x: Tensor, weight: PackedMxfp4, bias: Tensor | None, rows: ExpertRows
     checks.dtype("rows.offsets", rows.offsets, torch.int64)
     checks.same_device("rows.offsets", rows.offsets, x.device)
     checks.dense("rows.offsets", rows.offsets, 8)
+    if rows.choice is not None:
+        checks.shape("rows.choice.ids", rows.choice.ids, None, None)
+        checks.dtype("rows.choice.ids", rows.choice.ids, torch.int32)
+        checks.same_device("rows.choice.ids", rows.choice.ids, x.device)
+        checks.dense("rows.choice.ids", rows.choice.ids, 4)
+        checks.live_rows(rows.choice.live_rows, x.device)
     if bias is not None:
         checks.shape("bias", bias, experts, weight.rows)
         checks.dtype("bias", bias, x.dtype)

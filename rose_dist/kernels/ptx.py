@@ -230,6 +230,12 @@ def copy_to_shared(target: Any, source: Any, size: Any, barrier: Any, *, loc: An
 
 
 @dsl_user_op
+def prefetch_to_l2(source: Any, size: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Start bringing `size` bytes of global memory into L2; both are multiples of 16."""
+    _asm("cp.async.bulk.prefetch.L2.global [$0], $1;", "l,r", None, Int64(source), Uint32(size), loc=loc, ip=ip)
+
+
+@dsl_user_op
 def fence_async_copies(*, loc: Any = None, ip: Any = None) -> None:
     """What this thread knows to be written to global memory, its later asynchronous copies see too."""
     _asm("fence.proxy.async.global;", "", None, loc=loc, ip=ip)

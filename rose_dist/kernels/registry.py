@@ -53,16 +53,9 @@ from rose_dist.kernels.row_tiling import (
     ROW_SHAPES,
     tile,
 )
+from rose_dist.kernels.stream_tiling import EXPERT_SHAPES, stream
 from rose_dist.kernels.swiglu import Gate
-from rose_dist.kernels.variants import (
-    COUNTING_ROUTERS,
-    EXPERT_SHAPES,
-    LINEAR_SHAPES,
-    ROTARY_BYTES,
-    ROUTERS,
-    gemm,
-    stream,
-)
+from rose_dist.kernels.variants import COUNTING_ROUTERS, LINEAR_SHAPES, ROTARY_BYTES, ROUTERS, gemm
 from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES
 
 HIDDEN = (2880, 4096, 7168)
@@ -227,8 +220,9 @@ def _mxfp4_experts(arch: Arch) -> Iterator[Kernel]:
     tiles = (2 * intermediate // TILE_ROWS, hidden // TILE_ROWS)
     for shape in EXPERT_SHAPES.variants:
         first, second = (stream(shape, columns // BLOCK, TILE_BYTES) for columns in (hidden, intermediate))
-        yield ExpertLinear(arch, experts, tiles[0], first, gated=True, early=False)
-        yield ExpertLinear(arch, experts, tiles[1], second, gated=False, early=True)
+        yield ExpertLinear(arch, experts, tiles[0], first, gated=True, early=False, top_k=0)
+        yield ExpertLinear(arch, experts, tiles[0], first, gated=True, early=True, top_k=4)
+        yield ExpertLinear(arch, experts, tiles[1], second, gated=False, early=True, top_k=0)
     for count, columns, gated in ((tiles[0], hidden // BLOCK, True), (tiles[1], intermediate // BLOCK, False)):
         if not arch.hopper:
             yield ExpertGemm(arch, experts, count, gemm(columns, TILE_BYTES), gated)

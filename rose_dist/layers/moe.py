@@ -38,7 +38,7 @@ class MoE(nn.Module):
         routing = Routing(self.expert_map(chosen.ids, live_rows), chosen.weights)
         dispatched = self._dispatch(x, routing, live_rows)
         rows = ExpertRows(
-            dispatched.counts, dispatched.offsets, self._most_rows(x.shape[0]), dispatched.layout,
+            dispatched.counts, dispatched.offsets, self._most_rows(x.shape[0]), dispatched.choice, dispatched.layout,
             self._listed(dispatched, routing),
         )  # fmt: skip
         expert_out = self.experts(dispatched.x, rows, dispatched.scales)

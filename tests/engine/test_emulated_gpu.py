@@ -158,6 +158,10 @@ def test_steps_are_those_of_the_cpu(way: str, tmp_path: Path, monkeypatch: pytes
         assert ran >= {"Quantize", "GatedActivation"}, ran
         # Two steps of two layers with two products each.
         assert library.calls == ["masked" if way == "fp8" else "contiguous"] * 8
+    else:
+        experts = [kernel for kernel in gpu.kernels if type(kernel).__name__ == "ExpertLinear"]
+        early = {kernel.gated for kernel in experts if kernel.top_k == 2}
+        assert early == {True, False}, "the exchange's choice has not come to the experts"
 
 
 def flash_beside(q: torch.Tensor, *arguments: Any) -> Any:

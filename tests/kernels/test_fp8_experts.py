@@ -83,7 +83,7 @@ class Case:
 def rows_of(layout: PackedLayout, gpu: Any = None, listed: Rows | None = None) -> ExpertRows:
     counts = torch.tensor(COUNTS, dtype=torch.int32)
     place = gpu.tensor if gpu is not None else torch.clone
-    return ExpertRows(place(counts), place(layout.starts(counts)), max(COUNTS), layout, listed)
+    return ExpertRows(place(counts), place(layout.starts(counts)), max(COUNTS), layout=layout, listed=listed)
 
 
 def packed(case: Case, layout: PackedLayout, gpu: Any) -> tuple[Fp8Rows, torch.Tensor, ExpertRows]:

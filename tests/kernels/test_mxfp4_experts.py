@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from rose_dist.kernels import expert_slots, mxfp4_experts
 from rose_dist.kernels.errors import KernelArgumentError
+from rose_dist.kernels.expert_map import map_experts
+from rose_dist.kernels.expert_slots import PackedChoice, PackedLayout
+from rose_dist.kernels.moe_dispatch import Dispatcher, PackedRows
 from rose_dist.kernels.mxfp4 import dequantize_mxfp4
 from rose_dist.kernels.mxfp4_experts import ExpertRows, expert_linear, expert_swiglu
 from rose_dist.kernels.mxfp4_layout import PackedMxfp4, pack_mxfp4
-from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, EXPERT_SHAPES
+from rose_dist.kernels.stream_tiling import EXPERT_SHAPES, StreamShape
+from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, Ranges
 from tests.kernels.test_mxfp4_layout import random_mxfp4
+from tests.ptx.errors import PtxError
 
 LIMIT = 7.0
 POISON = -23131
@@ -74,7 +82,10 @@ def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
     [([1, 0, 0, 1], 1), ([0, 3, 4], 4), ([7, 8, 0, 1], 8), ([9, 17, 0, 2], 17)],
     ids=str,
 )
-def test_matches_float64(gpu: Any, gated: bool, counts: list[int], most: int) -> None:
+def test_matches_float64(gpu: Any, gated: bool, counts: list[int], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a ring of two stages, so that both are used again."""
+    small = tuple(replace(shape, in_flight=1) for shape in EXPERT_SHAPES.variants)
+    monkeypatch.setattr(mxfp4_experts, "EXPERT_SHAPES", Ranges(EXPERT_SHAPES.starts, small))
     layer = Layer(counts, 128, 96)
     assert_close(layer.run(gpu, gated=gated, most=most)[layer.live], layer.exact(gated=gated)[layer.live])
 
@@ -146,21 +157,111 @@ def test_a_row_has_the_same_bits_in_any_batch(gpu: Any) -> None:
         assert torch.equal(part.run(gpu, gated=True), whole[:few])
 
 
-def test_second_layer_fetches_weights_while_the_first_runs(gpu: Any) -> None:
-    """Both layers in one run, the second as a dependent launch."""
+def test_a_row_has_the_same_bits_in_copies_of_any_size(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, results = Layer([2, 0, 3], 192, 64), []
+    for steps in (1, 3):
+        shape = StreamShape(warps=2, steps=steps, in_flight=6600, rows=4, buffers=1)
+        monkeypatch.setattr(mxfp4_experts, "EXPERT_SHAPES", Ranges((0,), (shape,)))
+        results.append(layer.run(gpu, gated=True))
+    assert torch.equal(results[0][layer.live], results[1][layer.live])
+
+
+@pytest.mark.parametrize(("left", "ahead"), [(0, 0), (1700, 2200)], ids=str)
+def test_second_layer_fetches_weights_while_the_first_runs(
+    gpu: Any, left: int, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both layers in one run, the second as a dependent launch that begins late or at once."""
     if gpu.real:
         pytest.skip("overlap is the hardware's there; test_true_shapes runs it")
+    shape = StreamShape(warps=1, steps=2, in_flight=1700, rows=2, buffers=1, per_sm=2, left=left, ahead=ahead)
+    monkeypatch.setattr(mxfp4_experts, "EXPERT_SHAPES", Ranges((0,), (shape,)))
     first, second = Layer([1, 0, 3], 64, 128), Layer([1, 0, 3], 64, 64)
     bias, other_bias = gpu.tensor(first.bias), gpu.tensor(second.bias)
     x, weight, other = gpu.tensor(first.x), first.packed(gpu), second.packed(gpu)
     rows = first.expert_rows(gpu)
-    for seed in range(4):
+    for seed in range(2):
         with gpu.together(seed):
             h = expert_swiglu(x, weight, bias, rows, limit=LIMIT)
             y = expert_linear(h, other, other_bias, rows, early=True)
         hidden = gpu.plain(h)
         assert_close(hidden, first.exact(gated=True))
         assert_close(gpu.plain(y), second.exact(hidden, gated=False))
+
+
+class PackedLayer:
+    """A layer's rows as the dispatch packs them: tokens of one choice, experts mapped, rows copied by kernels."""
+
+    def __init__(self, gpu: Any, tokens: int, live: int | None, first_expert: int) -> None:
+        self.gpu, self.experts, self.top_k, self.columns = gpu, 4, 2, 64
+        self.live = tokens if live is None else live
+        ids = torch.rand(tokens, 6).argsort(1)[:, : self.top_k].int()
+        ids[0, 0] = -1
+        self.ids, self.x = ids, torch.randn(tokens, self.columns).bfloat16()
+        layout, self.first_expert = PackedLayout(), first_expert
+        slots, self.counts, self.offsets = expert_slots.reference(ids, self.live, first_expert, self.experts, layout)
+        self.rows = int(self.offsets[-1])
+        self.packed_x = torch.zeros(max(self.rows, 1), self.columns).bfloat16()
+        for token, place in (slots[: self.live] >= 0).nonzero().tolist():
+            self.packed_x[slots[token, place]] = self.x[token]
+        self.dispatcher = Dispatcher(
+            torch.device("cuda" if gpu.real else "cpu"), experts=self.experts, first_expert=first_expert,
+            top_k=self.top_k, row_bytes=2 * self.columns, scale_bytes=0, layout=layout, max_tokens=tokens,
+        )  # fmt: skip
+        self.live_rows = None if live is None else gpu.tensor(torch.tensor([live], dtype=torch.int32))
+        self.on_gpu = [gpu.tensor(t) for t in (ids, self.x, torch.zeros(6, dtype=torch.int64))]
+        self.out = PackedRows(
+            gpu.tensor(torch.zeros(tokens * self.top_k, self.columns).bfloat16()), None, gpu.tensor(ids.clone()),
+            gpu.tensor(self.counts.clone().fill_(-7)), gpu.tensor(self.offsets.clone().fill_(-7)),
+        )  # fmt: skip
+
+    def pack(self) -> ExpertRows:
+        """Launch the map and the dispatch."""
+        ids, x, load = self.on_gpu
+        mapped = map_experts(ids, load, None, live_rows=self.live_rows)
+        self.dispatcher(x, None, mapped, x.shape[0], self.live_rows, self.out)
+        choice = PackedChoice(mapped, self.live_rows, self.first_expert)
+        return ExpertRows(self.out.counts, self.out.offsets, 1, choice)
+
+
+@pytest.mark.parametrize(("tokens", "live", "first_expert"), [(1, None, 0), (3, 2, 0), (4, None, 2)], ids=str)
+def test_a_choice_says_whose_the_rows_are_before_they_are_packed(
+    gpu: Any, tokens: int, live: int | None, first_expert: int
+) -> None:
+    """Map, dispatch and both layers as dependent launches: the first layer reads the choice, not the counts."""
+    layer = PackedLayer(gpu, tokens, live, first_expert)
+    first, second = Layer([1] * layer.experts, 64, 128), Layer([1] * layer.experts, 64, 64)
+    weight, other = first.packed(gpu), second.packed(gpu)
+    bias, other_bias = gpu.tensor(first.bias), gpu.tensor(second.bias)
+    for held in (first, second):
+        held.counts, held.offsets, held.x = layer.counts, layer.offsets, layer.packed_x
+    for seed in range(1 if gpu.real else 3):
+        with nullcontext() if gpu.real else gpu.together(seed):
+            rows = layer.pack()
+            h = expert_swiglu(layer.out.x, weight, bias, rows, limit=LIMIT)
+            y = expert_linear(h, other, other_bias, rows, early=True)
+        hidden = gpu.plain(h)[: layer.rows]
+        assert_close(hidden, first.exact(gated=True)[: layer.rows])
+        assert_close(gpu.plain(y)[: layer.rows], second.exact(hidden, gated=False)[: layer.rows])
+
+
+def test_a_choice_of_the_launch_before_is_caught(gpu: Any) -> None:
+    """The interpreter sees that what the launch just before writes is not known yet."""
+    if gpu.real:
+        pytest.skip("a race need not show there")
+    layer = PackedLayer(gpu, 2, None, 0)
+    first = Layer([1] * layer.experts, 64, 64)
+    weight, ids = first.packed(gpu), layer.on_gpu[0]
+    rows = layer.pack()
+    early = ExpertRows(rows.counts, rows.offsets, 1, PackedChoice(rows.choice.ids, None, 0))
+
+    def run() -> None:
+        for seed in range(30):
+            with gpu.together(seed):
+                map_experts(ids, layer.on_gpu[2], None)
+                expert_swiglu(layer.out.x, weight, None, early, limit=LIMIT)
+
+    with pytest.raises(PtxError, match="with nothing that orders them"):
+        run()
 
 
 @pytest.mark.gpu(1)

@@ -37,6 +37,8 @@ def build(program: Program, instruction: Instruction) -> Step | None:
         left = program.operands.read(instruction.operands[0], U32)
         reads_only = "read" in parts
         return lambda g: _wait(g, int(left(g)[0]), reads_only=reads_only)
+    if "prefetch" in parts:
+        return _prefetch(program, instruction)
     known = {"cp", "async", "bulk", "global", "shared::cta", "shared::cluster", "bulk_group", "L2::cache_hint"}
     if any(p not in known and not p.startswith("mbarrier::") for p in parts):
         return None
@@ -67,6 +69,20 @@ def build(program: Program, instruction: Instruction) -> Step | None:
             g.machine.copies.append(copy)
             if barriers is None:
                 g.bulk_groups.setdefault(lane, [[]])[-1].append(copy)
+
+    return run
+
+
+def _prefetch(program: Program, instruction: Instruction) -> Step:
+    """Nothing that a thread could see; but the bytes have to exist."""
+    of = program.operands.gather_address(instruction.operands[0])
+    sizes = program.operands.gather(instruction.operands[1], U32)
+
+    def run(g: Gang) -> None:
+        lanes = g.active()
+        for source, size in zip(map(int, of(g, lanes)), map(int, sizes(g, lanes)), strict=True):
+            check_alignment(np.array([source, size], np.uint64), 16)
+            _span(g, "global", source, size)
 
     return run
 

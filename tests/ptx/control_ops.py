@@ -262,7 +262,7 @@ def _griddepcontrol(program: Program, instruction: Instruction) -> Control | Non
     if action == "launch_dependents":
 
         def launch(g: Gang, split: Split) -> bool:
-            g.launch.allow_dependents(g.cta)
+            g.launch.allow_dependents(g.cta, g.threads[split.mask])
             g.fuel = 0
             split.pc += 1
             return True

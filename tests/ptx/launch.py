@@ -100,6 +100,8 @@ class ActiveLaunch:
         self.started = self.done = False
         self.unfinished = launch.ctas
         self._allowed: set[int] = set()
+        self._waited: set[int] = set()
+        self.hasty = False
         self._cluster_barriers: dict[int, ClusterBarrier] = {}
         self.constants = self._constants()
         self.ctas = [self._cta(i, first_cta + i) for i in range(launch.ctas)]
@@ -127,8 +129,9 @@ class ActiveLaunch:
         index = (linear % gx, linear // gx % gy, linear // (gx * gy))
         return Cta(uid, index, linear, self.launch.threads, first, self, shared, live=self.launch.threads)
 
-    def allow_dependents(self, cta: Cta) -> None:
+    def allow_dependents(self, cta: Cta, threads: Array) -> None:
         self._allowed.add(cta.linear)
+        self.hasty |= not self._waited.issuperset(map(int, threads))
         self.machine.admission_due = True
 
     def may_start(self) -> bool:
@@ -141,18 +144,27 @@ class ActiveLaunch:
 
     def start(self) -> None:
         self.started = True
-        if self.predecessor is not None and self.predecessor.done:
+        before = self.predecessor
+        if before is None:
+            return
+        if before.done:
             self.see_predecessor(self.threads)
+        elif before.predecessor is not None and before.predecessor.done and not before.hasty:
+            # It allowed this start after it had waited, so what that wait was for is complete.
+            self._see(before.predecessor, self.threads)
 
     def predecessor_done(self) -> bool:
         return self.predecessor is None or self.predecessor.done
 
     def see_predecessor(self, threads: Array) -> None:
         """The launch before is complete and its writes are visible to `threads`."""
-        if self.predecessor is None:
-            return
+        self._waited.update(map(int, threads))
+        if self.predecessor is not None:
+            self._see(self.predecessor, threads)
+
+    def _see(self, earlier: ActiveLaunch, threads: Array) -> None:
         memory = self.machine.memory
-        memory.clocks.start_after(threads, self.predecessor.threads)
+        memory.clocks.start_after(threads, earlier.threads)
         memory.launch_base[self.index] = memory.clocks.matrix[memory.clocks.row[threads[0]]].copy()
 
     def cluster_barrier(self, cta: Cta) -> ClusterBarrier:

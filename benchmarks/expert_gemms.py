@@ -1,0 +1,90 @@
+"""The kernels of MXFP4 expert layers with many rows, gpt-oss-120b, side by side, at the sizes of prompts.
+
+    python -m benchmarks.expert_gemms [--tokens 512 1024 4096] [--out benchmarks/results]
+
+Each is checked against fp32 first; a failed check ends the run. Routing is uniform, as in `benchmarks.experts`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.experts import FLOP_A_ROW, LAYERS, LIMIT, MODELS, Layer, per_layer, relative_error, routed, show
+from benchmarks.graphs import copy_rate, table
+from rose_dist.kernels import launch
+from rose_dist.kernels.mxfp4_experts import launch_tiling, launch_warp_gemm, launch_warpgroup_gemm, tiling
+from rose_dist.kernels.stream_tiling import EXPERT_SHAPES
+from rose_dist.kernels.swiglu import ALPHA
+from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES
+
+TOKENS = (512, 1024, 4096)
+FEW_ROWS_TOKENS = 1024
+"""Above, the kernel of few rows streams the weights too often to be of interest."""
+GEMMS: dict[str, Callable[..., None]] = {
+    "warp": launch_warp_gemm,
+    "warpgroup 64": partial(launch_warpgroup_gemm, shape=WARPGROUP_SHAPES.variants[0]),
+    "warpgroup 128": partial(launch_warpgroup_gemm, shape=WARPGROUP_SHAPES.variants[1]),
+}
+"""By the rows that they multiply at a time."""
+
+
+def figures(layers: list[Layer], tokens: int, name: str, rate: float) -> dict[str, Any]:
+    """`name` of `GEMMS`, or "few rows"."""
+    torch.manual_seed(tokens)
+    x, rows = routed(tokens, layers[0].gate_up.experts)
+    h, y = torch.empty_like(x), torch.empty_like(x)
+    device, shape = launch.device(x), EXPERT_SHAPES.select(16)
+
+    def call(layer: Layer, gated: bool) -> None:
+        weight, bias = (layer.gate_up, layer.gate_up_bias) if gated else (layer.down, layer.down_bias)
+        source, out, options = (x, h, {"gated": True}) if gated else (h, y, {"gated": False})
+        if name in GEMMS:
+            GEMMS[name](source, weight, bias, rows, out, alpha=ALPHA, limit=LIMIT, **options)
+        else:
+            launch_tiling(
+                source, weight, bias, rows, out, tiling(weight, shape), device, early=False, alpha=ALPHA, limit=LIMIT,
+                **options,
+            )  # fmt: skip
+
+    for gated in (True, False):
+        call(layers[0], gated)
+    error = relative_error(layers[0], x, rows, h, y)
+    one, two = (per_layer(layers, lambda layer, gated=gated: call(layer, gated), replays=5) for gated in (True, False))
+    moved = int((rows.counts > 0).sum()) * sum(w.data[0].numel() for w in (layers[0].gate_up, layers[0].down))
+    return {
+        "tokens": tokens, "kernel": name, "first us": one, "second us": two, "both us": one + two,
+        "% of copy": 100 * moved / rate / (one + two), "TFLOP/s": FLOP_A_ROW * x.shape[0] / (one + two) / 1e6,
+        "relative error": error,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    arguments = parser.parse_args()
+    begin = time.perf_counter()
+    rate = copy_rate()
+    print(f"copy rate {rate / 1e6:.2f} TB/s", flush=True)
+    layers = [Layer.random(MODELS["gpt-oss-120b"]) for _ in range(LAYERS)]
+    rows: list[dict[str, Any]] = []
+    for tokens in arguments.tokens:
+        for name in ("few rows", *GEMMS) if tokens <= FEW_ROWS_TOKENS else GEMMS:
+            rows.append(figures(layers, tokens, name, rate))
+            show(begin, rows[-1])
+    results = {"gpu": torch.cuda.get_device_name(0), "copy TB/s": rate / 1e6, "rows": rows}
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "expert_gemms.json").write_text(json.dumps(results, indent=1))
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
