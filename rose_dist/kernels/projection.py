@@ -6,6 +6,10 @@ import torch
 from torch import Tensor
 
 from rose_dist.kernels.linear import linear
+from rose_dist.kernels.linear_add import MAX_ROWS
+from rose_dist.kernels.linear_rotary import linear_rotary, takes
+from rose_dist.kernels.qk_norm import PagedCache
+from rose_dist.kernels.rotary import rotate_and_store
 from rose_dist.kernels.small_linear import fits, small_linear
 
 
@@ -23,3 +27,24 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype:
     if x.is_cuda and fits(x, weight):
         return small_linear(x, weight, bias, out_dtype=out_dtype)
     return linear(x, weight, bias).to(out_dtype or x.dtype)
+
+
+def project_heads(
+    x: Tensor, weight: Tensor, bias: Tensor, key_heads: int, cos: Tensor, sin: Tensor, cache: PagedCache
+) -> Tensor:
+    """Queries of x, with keys and values in the cache.
+
+    Args:
+        x: [rows, in].
+        weight: [heads · head_dim, in], of the query heads, then the key heads, then the value heads.
+        bias: [heads · head_dim].
+        cos, sin: fp32 [rows, head_dim / 2].
+        cache: [slots, key heads, head_dim].
+
+    Returns:
+        [rows, query heads, head_dim], rotated.
+    """
+    heads, head_dim = weight.shape[0] // (2 * cos.shape[1]), 2 * cos.shape[1]
+    if x.is_cuda and 0 < x.shape[0] <= MAX_ROWS and takes(weight, head_dim, cache.keys.dtype):
+        return linear_rotary(x, weight, bias, key_heads, cos, sin, cache)
+    return rotate_and_store(project(x, weight, bias).view(x.shape[0], heads, head_dim), key_heads, cos, sin, cache)

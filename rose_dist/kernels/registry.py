@@ -11,11 +11,14 @@ from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute.all_reduce_multicast import Multicast
 from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
 from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
+from rose_dist.kernels.cute.combine_norm import CombineNorm
 from rose_dist.kernels.cute.embedding import Embed
 from rose_dist.kernels.cute.exchange_combine import ExchangeCombine
 from rose_dist.kernels.cute.exchange_dispatch import ExchangeDispatch
 from rose_dist.kernels.cute.exchange_rows import AssignRecords, PushRows, SumChunks
 from rose_dist.kernels.cute.expert_map import MapExperts
+from rose_dist.kernels.cute.linear_add import LinearAdd
+from rose_dist.kernels.cute.linear_rotary import LinearRotary
 from rose_dist.kernels.cute.moe_combine import VECTOR_BYTES, Combine
 from rose_dist.kernels.cute.moe_dispatch_decode import DispatchDecode
 from rose_dist.kernels.cute.moe_dispatch_prefill import AssignSlots, ScatterRows
@@ -27,7 +30,9 @@ from rose_dist.kernels.cute.network_dispatch import LandRecords
 from rose_dist.kernels.cute.paged_attention_decode import DecodeAttention
 from rose_dist.kernels.cute.qk_norm import QKNormRope
 from rose_dist.kernels.cute.quantize import Dequantize, decoded_count, quantize_kernel
+from rose_dist.kernels.cute.resident_weights import ResidentWeights
 from rose_dist.kernels.cute.rms_norm import norm_kernel
+from rose_dist.kernels.cute.route_rows import RouteRows
 from rose_dist.kernels.cute.routing import Route
 from rose_dist.kernels.cute.small_linear import COLUMNS, SmallLinear
 from rose_dist.kernels.cute.swiglu import activation_kernel
@@ -37,6 +42,7 @@ from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.formats import FORMATS, FP8, MXFP8, BlockFormat, BlockOutput, Scale, ScaleLayout
 from rose_dist.kernels.fp8_experts import FEW
 from rose_dist.kernels.jit import Kernel
+from rose_dist.kernels.linear_shapes import resident
 from rose_dist.kernels.moe_dispatch import DECODE_THREADS, SCATTER_SHAPE, SPLITS
 from rose_dist.kernels.mxfp4 import BLOCK
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES, TILE_ROWS
@@ -53,7 +59,7 @@ from rose_dist.kernels.row_tiling import (
     ROW_SHAPES,
     tile,
 )
-from rose_dist.kernels.stream_tiling import EXPERT_SHAPES, stream
+from rose_dist.kernels.stream_tiling import EXPERT_SHAPES, FirstReads, stream
 from rose_dist.kernels.swiglu import Gate
 from rose_dist.kernels.variants import COUNTING_ROUTERS, LINEAR_SHAPES, ROTARY_BYTES, ROUTERS, gemm
 from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES
@@ -120,6 +126,7 @@ def _all(arch: Arch) -> Iterator[Kernel]:
     yield from _attention(arch)
     yield from _mxfp4_experts(arch)
     yield from _small_linears(arch)
+    yield from _few_rows(arch)
     yield from _all_reduces(arch)
     yield from _exchanges(arch)
     yield from _across_nodes(arch)
@@ -237,6 +244,19 @@ def _small_linears(arch: Arch) -> Iterator[Kernel]:
             warps = shape.warps_for(inputs // COLUMNS)
             for wide in (False, True):
                 yield SmallLinear(arch, inputs, warps, shape.ahead, shape.per_sm, tiles, wide)
+
+
+def _few_rows(arch: Arch) -> Iterator[Kernel]:
+    """GPT-OSS's, whose layers have them instead of the single steps."""
+    hidden = HIDDEN[0]
+    yield LinearRotary(arch, ResidentWeights(hidden, resident(hidden)), head_dim=64)
+    attended = LINEAR_INPUTS[1]
+    yield LinearAdd(arch, ResidentWeights(attended, resident(attended)))
+    for experts, k, score, _ in ROUTES[:2]:
+        reads = FirstReads.of(stream(EXPERT_SHAPES.variants[0], hidden // BLOCK, TILE_BYTES), 2 * hidden // TILE_ROWS)
+        for first_reads in (None, reads):
+            yield RouteRows.of(arch, hidden, experts, k, score, first_reads)
+    yield CombineNorm(arch, Combine(arch, 4, hidden, torch.bfloat16, torch.bfloat16, None, False, VECTOR_BYTES))
 
 
 def _all_reduces(arch: Arch) -> Iterator[Kernel]:

@@ -140,6 +140,25 @@ def stream(shape: StreamShape, columns: int, tile_bytes: int) -> StreamTiling:
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class FirstReads:
+    """What each block of the experts' kernel reads before it waits for a stage to be free again."""
+
+    tiles: int
+    """Of 32 rows, a matrix. If each row of x takes a matrix of its own, block b of n begins with tile
+    b · rows · tiles / n of all.
+    """
+    tile_bytes: int
+    ring_bytes: int
+
+    @classmethod
+    def of(cls, tiling: StreamTiling, tiles: int) -> FirstReads | None:
+        """None where rows of x share a matrix: which tile is whose is then not worth finding out ahead."""
+        if tiling.rows > 1:
+            return None
+        return cls(tiles, tiling.steps * tiling.stage_bytes, tiling.stages * tiling.stage_bytes)
+
+
 EXPERT_SHAPES = Ranges(
     (0, 2, 5, 9),
     (

@@ -88,6 +88,13 @@ def copy_async(shared: Any, source: Any, valid: Any, size: int, *, loc: Any = No
 
 
 @dsl_user_op
+def copy_ahead(shared: Any, source: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Start copying 16 bytes past L1, 256 bytes ahead into L2."""
+    text = "cp.async.cg.shared.global.L2::256B [$0], [$1], 16;"
+    _asm(text, "r,l", None, Uint32(shared), Int64(source), loc=loc, ip=ip)
+
+
+@dsl_user_op
 def commit_copies(*, loc: Any = None, ip: Any = None) -> None:
     """This thread's copies since the last commit become a group; it may be empty."""
     _asm("cp.async.commit_group;", "", None, loc=loc, ip=ip)

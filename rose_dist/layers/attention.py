@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from rose_dist.comm.tensor_group import TensorGroup
-from rose_dist.kernels.rotary import rotate_and_store
+from rose_dist.kernels.linear_add import fits, linear_add
+from rose_dist.kernels.linear_rotary import takes
+from rose_dist.kernels.projection import project_heads
 from rose_dist.layers.forward_batch import GroupBatch
 from rose_dist.layers.linear import Linear, PackedLinear
 from rose_dist.layers.weights import Piece, Weight, copy_into, parameter
@@ -92,16 +94,29 @@ class Attention(nn.Module):
         Returns:
             [tokens, hidden], summed over the tensor-parallel group.
         """
-        key_heads = self.heads.local_key_heads
-        qkv = self.qkv_proj(x).view(x.shape[0], self.sinks.shape[0] + 2 * key_heads, self.heads.head_dim)
-        cache = batch.storage.layer(layer, batch.slots)
-        q = rotate_and_store(qkv, key_heads, cos, sin, cache)
+        out: Tensor = self.o_proj(self._attend(x, cos, sin, layer, batch))
+        self.tp.all_reduce(out)
+        return out
+
+    def takes_few(self, cache_dtype: torch.dtype) -> bool:
+        """Whether `add_few` serves this block on a GPU."""
+        whole = self.tp.size == 1 and fits(self.o_proj.weight)
+        return whole and takes(self.qkv_proj.weight, self.heads.head_dim, cache_dtype)
+
+    def add_few(self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, layer: int, batch: GroupBatch) -> Tensor:
+        """`residual` plus what `forward` gives, of up to `MAX_ROWS` tokens, in two launches besides attention's."""
+        attended = self._attend(x, cos, sin, layer, batch)
+        return linear_add(attended, self.o_proj.weight, self.o_proj.bias, residual)
+
+    def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, batch: GroupBatch) -> Tensor:
+        """[tokens, heads · head_dim], of this rank's heads."""
+        qkv, cache = self.qkv_proj, batch.storage.layer(layer, batch.slots)
+        assert qkv.bias is not None
+        q = project_heads(x, qkv.weight, qkv.bias, self.heads.local_key_heads, cos, sin, cache)
         attended = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for work in batch.work:
             work.attend(q, cache.keys, cache.values, self.sinks, self.scale, attended)
-        out: Tensor = self.o_proj(attended.flatten(1))
-        self.tp.all_reduce(out)
-        return out
+        return attended.flatten(1)
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         heads = self.heads

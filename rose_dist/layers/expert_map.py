@@ -27,6 +27,11 @@ class ExpertMap:
         self._table = torch.from_numpy(placement.table()).to(load.device)
         self._single = placement.ranks == 1
 
+    @property
+    def single(self) -> bool:
+        """Whether slots are experts."""
+        return self._single
+
     def __call__(self, ids: Tensor, live_rows: Tensor | None = None) -> Tensor:
         """int32 [tokens, top_k], experts to slots, −1 from token `live_rows` on; counts the live ones."""
         table = None if self._single else self._table

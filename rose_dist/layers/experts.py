@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rose_dist.kernels.fp8_experts import Fp8Rows, fp8_expert_linear, fp8_expert_swiglu
 from rose_dist.kernels.grouped_linear import grouped_linear
 from rose_dist.kernels.mxfp4_experts import ExpertRows, expert_linear, expert_swiglu
+from rose_dist.kernels.mxfp4_layout import PackedMxfp4
 from rose_dist.kernels.swiglu import clamped_swiglu
 from rose_dist.layers.expert_matrices import DenseMatrix, Fp8Matrix, MoeWeights, PackedMatrix, expert_matrix
 from rose_dist.layers.weights import Piece, Weight, copy_into, length, parameter, share
@@ -64,6 +65,11 @@ class Experts(nn.Module):
         self.down_proj = expert_matrix(kept, count, hidden, width, dtype)
         # Of an expert's slices the first adds the bias: the sum over the ranks then holds it once.
         self.down_proj_bias = parameter(count, hidden, dtype=dtype) if held.slice_index == 0 else None
+
+    @property
+    def first_packed(self) -> PackedMxfp4 | None:
+        """What `forward` reads first, if it is MXFP4."""
+        return self.gate_up_proj.packed if isinstance(self.gate_up_proj, PackedMatrix) else None
 
     @property
     def late_bias(self) -> Tensor | None:

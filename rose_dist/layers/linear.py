@@ -71,10 +71,6 @@ class PackedLinear(nn.Module):
         self.weight = parameter(sum(self.sizes), inputs, dtype=dtype)
         self.bias = parameter(sum(self.sizes), dtype=dtype) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, inputs] → [rows, Σ members' rows]."""
-        return project(x, self.weight, self.bias)
-
     def weights(self, prefix: str) -> Iterator[Weight]:
         parent = prefix.rsplit(".", 2)[0]
         packed = torch.split(self.weight, self.sizes)

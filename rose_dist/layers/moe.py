@@ -8,14 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from rose_dist.comm.all_to_all.protocol import AllToAll, Dispatched, Routing
+from rose_dist.kernels.combine_norm import combine_norm
+from rose_dist.kernels.combine_norm import takes as takes_rows
 from rose_dist.kernels.formats import FP8
+from rose_dist.kernels.moe_dispatch import PackedRows
 from rose_dist.kernels.mxfp4_experts import ExpertRows
 from rose_dist.kernels.quantize import quantize
+from rose_dist.kernels.route_rows import route_rows
+from rose_dist.kernels.route_rows import takes as takes_router
 from rose_dist.kernels.routing import Router, route
 from rose_dist.kernels.swiglu import Rows
 from rose_dist.layers.expert_map import ExpertMap
 from rose_dist.layers.experts import Experts
 from rose_dist.layers.linear import Linear
+from rose_dist.layers.norm import RMSNorm
 
 
 class MoE(nn.Module):
@@ -26,6 +32,7 @@ class MoE(nn.Module):
         dtype: torch.dtype,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.hidden = hidden
         self.expert_map = expert_map
         self.router = Linear(hidden, experts.held.num_experts, dtype=dtype)
         self.experts = experts
@@ -59,6 +66,35 @@ class MoE(nn.Module):
             return None
         first = self.exchange.local_experts.start
         return Rows(places=dispatched.slots.flatten(), experts=routing.ids.flatten(), first_expert=first)
+
+    @property
+    def takes_few(self) -> bool:
+        """Whether `add_few` serves this block on a GPU."""
+        few = self.exchange.packs_only and self.expert_map.single
+        return few and takes_router(self.router.weight, self.rule) and takes_rows(self.hidden, self.router.weight.dtype)
+
+    def add_few(self, x: Tensor, norm: RMSNorm, after: RMSNorm, live_rows: Tensor | None = None) -> Tensor:
+        """Add the block's results for norm(x) to `x`, in place; returns after(x).
+
+        x: [tokens, hidden], up to `MAX_ROWS` tokens. As `forward` between the norms' own launches, in two besides the
+        experts'.
+        """
+        router, most = self.router, self._most_rows(x.shape[0])
+
+        def pack(packed: PackedRows) -> Routing:
+            routed = route_rows(
+                x, norm.weight, norm.eps, router.weight, router.bias, self.rule, self.expert_map.load, packed,
+                live_rows=live_rows, read_ahead=self.experts.first_packed, most=most,
+            )  # fmt: skip
+            return Routing(routed.ids, routed.weights)
+
+        dispatched = self.exchange.dispatch_packed(x.shape[0], pack)
+        rows = ExpertRows(dispatched.counts, dispatched.offsets, most)
+        return self.exchange.combine_packed(
+            self.experts(dispatched.x, rows),
+            dispatched,
+            lambda results, slots, weights: combine_norm(results, slots, weights, x, after.weight, after.eps),
+        )
 
     def _most_rows(self, tokens: int) -> int:
         """Rows of the largest expert, three standard deviations above the mean of an even spread."""

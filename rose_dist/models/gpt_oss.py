@@ -18,6 +18,7 @@ from rose_dist.comm.symmetric_memory import SymmetricMemory
 from rose_dist.comm.tensor_group import TensorGroup
 from rose_dist.kernels.formats import FP8
 from rose_dist.kernels.fp8_experts import FEW, MANY, require
+from rose_dist.kernels.linear_add import MAX_ROWS
 from rose_dist.layers.attention import Attention, HeadShare
 from rose_dist.layers.embedding import OutputHead, VocabParallelEmbedding
 from rose_dist.layers.expert_map import ExpertMap
@@ -70,6 +71,26 @@ class GptOssDecoderLayer(nn.Module):
         normed, residual = self.post_attention_layernorm.add(attended, residual)
         return self.mlp(normed, live_rows), residual
 
+    def takes_few(self, cache_dtype: torch.dtype) -> bool:
+        """Whether `forward_few` serves this layer on a GPU."""
+        return self.self_attn.takes_few(cache_dtype) and self.mlp.takes_few
+
+    def forward_few(
+        self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, place: int, batch: GroupBatch,
+        live_rows: Tensor | None, after: RMSNorm,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The same for up to `MAX_ROWS` tokens, in 7 launches for 13: norms, residuals, rotary, routing and dispatch go
+        with the launches beside them.
+
+        Args:
+            x: `residual`, the layer's input, normalised.
+
+        Returns:
+            after(output), and the output.
+        """
+        total = self.self_attn.add_few(x, residual, cos, sin, place, batch)
+        return self.mlp.add_few(total, self.post_attention_layernorm, after, live_rows), total
+
 
 class GptOssModel(nn.Module):
     """Embedding, decoder layers and the last norm."""
@@ -98,17 +119,37 @@ class GptOssModel(nn.Module):
         self.cos, self.sin = config.rotary.tables()
         self.places = sorted_places(self.kv_groups)
 
+    @property
+    def decoder_layers(self) -> list[GptOssDecoderLayer]:
+        return [layer for layer in self.layers if isinstance(layer, GptOssDecoderLayer)]
+
     def forward(self, batch: ForwardBatch) -> Tensor:
         """[tokens, hidden], normalised, of the rows whose logits are wanted."""
         cos, sin = self.cos[batch.positions], self.sin[batch.positions]
         x, residual = self.embed_tokens(batch.token_ids), None
+        if self._takes_few(x, batch):
+            normed = self._forward_few(x, cos, sin, batch)
+            return normed if batch.logits_rows is None else normed[batch.logits_rows]
         for layer, (group, place) in zip(self.layers, self.places, strict=True):
             x, residual = layer(x, residual, cos, sin, place, batch.groups[group], batch.live_rows)
         assert residual is not None
         if batch.logits_rows is not None:
             x, residual = x[batch.logits_rows], residual[batch.logits_rows]
-        normed: Tensor
         normed, _ = self.norm.add(x, residual)
+        return normed
+
+    def _takes_few(self, x: Tensor, batch: ForwardBatch) -> bool:
+        """A decode step of few tokens waits for launches more than for memory."""
+        few = x.is_cuda and 0 < x.shape[0] <= MAX_ROWS and x.dtype is torch.bfloat16
+        return few and self.decoder_layers[0].takes_few(batch.groups[0].storage.keys.dtype)
+
+    def _forward_few(self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch) -> Tensor:
+        """[tokens, hidden], normalised, of all rows."""
+        layers = self.decoder_layers
+        afters = [*(layer.input_layernorm for layer in layers[1:]), self.norm]
+        normed: Tensor = layers[0].input_layernorm(x)
+        for layer, after, (group, place) in zip(layers, afters, self.places, strict=True):
+            normed, x = layer.forward_few(normed, x, cos, sin, place, batch.groups[group], batch.live_rows, after)
         return normed
 
 

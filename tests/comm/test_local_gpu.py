@@ -13,6 +13,7 @@ from rose_dist.comm.all_to_all.local_gpu import GpuOptions
 from rose_dist.comm.all_to_all.protocol import Routing
 from rose_dist.comm.layout import Layout
 from rose_dist.kernels.expert_slots import PackedLayout
+from rose_dist.kernels.moe_dispatch import PackedRows
 from tests.comm.oracle import Batch, Case, expected_out, expected_rows, run_experts
 from tests.comm.oracle import expert as one_expert
 from tests.comm.test_all_to_all import BF16, CASES, FP8, same_bits
@@ -140,3 +141,38 @@ def test_refuses_gpu_tensors_without_options(gpu: Any) -> None:  # noqa: F811
     batch = Batch.of(case, 0)
     with pytest.raises(ValueError, match="GpuOptions"):
         Local(case.config).dispatch(gpu.tensor(batch.x), Routing(batch.routing.ids, batch.routing.weights))
+
+
+def test_rows_packed_by_the_caller(gpu: Any) -> None:  # noqa: F811
+    """The buffers come back after the combine, after a failure, and when a handle is dropped."""
+    case = Case()
+    moe = Local(case.config, gpu=GpuOptions(device=DEVICE))
+    assert moe.packs_only
+    assert not Local(case.config).packs_only
+    assert not Local(case.config, range(1), gpu=GpuOptions(device=DEVICE)).packs_only
+    assert not Local(case.config, gpu=GpuOptions(device=DEVICE, layout=PackedLayout(128))).packs_only
+    batch = Batch.of(case, 0)
+    tokens, k = batch.routing.ids.shape
+    routing = Routing(gpu.tensor(batch.routing.ids), gpu.tensor(batch.routing.weights))
+
+    def pack(packed: PackedRows) -> Routing:
+        assert packed.slots.shape == (tokens, k)
+        assert packed.x.shape[0] >= tokens * k
+        return routing
+
+    def fail(packed: PackedRows) -> Routing:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        moe.dispatch_packed(tokens, fail)
+    moe.dispatch_packed(tokens, pack)  # dropped
+    dispatched = moe.dispatch_packed(tokens, pack)
+    with pytest.raises(RuntimeError, match="larger in_flight"):
+        moe.dispatch_packed(tokens, pack)
+    seen = []
+    result = moe.combine_packed(dispatched.x, dispatched, lambda *given: seen.append(given) or dispatched.x)
+    assert result is dispatched.x
+    assert seen[0][1].data_ptr() == moe.gpu._free[0].slots.data_ptr()  # type: ignore[union-attr]
+    assert seen[0][2] is routing.weights
+    with pytest.raises(RuntimeError, match="it is combined"):
+        moe.combine_packed(dispatched.x, dispatched, lambda *given: given[0])

@@ -19,8 +19,11 @@ from cuda.bindings.driver import CUstream
 from rose_dist.kernels import jit, launch
 from rose_dist.kernels.arch import Arch, DeviceInfo
 from rose_dist.kernels.cute import (
+    combine_norm,
     embedding,
     expert_map,
+    linear_add,
+    linear_rotary,
     moe_combine,
     mxfp4_experts,
     mxfp4_experts_prefill,
@@ -29,6 +32,7 @@ from rose_dist.kernels.cute import (
     qk_norm,
     quantize,
     rms_norm,
+    route_rows,
     routing,
     small_linear,
     swiglu,
@@ -41,6 +45,7 @@ _CACHES = (
     routing.launcher, embedding.launcher, expert_map.launcher, moe_combine.launcher, mxfp4_experts.launcher,
     mxfp4_experts_prefill.launcher, mxfp4_experts_warpgroup.launcher, paged_attention_decode.launcher,
     small_linear.launcher,
+    linear_add.launcher, linear_rotary.launcher, combine_norm.launcher, route_rows.launcher,
 )  # fmt: skip
 
 _EMPTY = torch.empty

@@ -74,7 +74,7 @@ def build(program: Program, instruction: Instruction) -> Step | None:
 
 
 def _prefetch(program: Program, instruction: Instruction) -> Step:
-    """Nothing that a thread could see; but the bytes have to exist."""
+    """Nothing that a thread could see, but the bytes have to exist; `Machine.prefetched` keeps which."""
     of = program.operands.gather_address(instruction.operands[0])
     sizes = program.operands.gather(instruction.operands[1], U32)
 
@@ -82,7 +82,7 @@ def _prefetch(program: Program, instruction: Instruction) -> Step:
         lanes = g.active()
         for source, size in zip(map(int, of(g, lanes)), map(int, sizes(g, lanes)), strict=True):
             check_alignment(np.array([source, size], np.uint64), 16)
-            _span(g, "global", source, size)
+            g.machine.prefetched.append((*_span(g, "global", source, size), size))
 
     return run
 

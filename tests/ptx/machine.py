@@ -53,6 +53,8 @@ class Machine:
         self.ctas: list[Cta] = []
         self.mbarriers: dict[tuple[int, int], MBarrier] = {}
         self.copies: list[BulkCopy | Piece | Signal] = []
+        self.prefetched: list[tuple[Allocation, int, int]] = []
+        """Memory, offset and size of each prefetch of all runs."""
         self.symmetric: list[list[Allocation]] = []
         self._first_agent = 0
         self._owners: dict[int, Allocation] = {}

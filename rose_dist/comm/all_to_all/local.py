@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from rose_dist.comm.all_to_all.local_gpu import GpuHandle, GpuOptions, LocalGpu
@@ -15,7 +17,9 @@ from rose_dist.comm.all_to_all.packing import (
     weighted_sum,
     write_out,
 )
-from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig, Dispatched, Handle, Routing
+from rose_dist.comm.all_to_all.protocol import AddUp, AllToAll, AllToAllConfig, Dispatched, Handle, Routing
+from rose_dist.kernels.expert_slots import PackedLayout
+from rose_dist.kernels.moe_dispatch import PackedRows
 
 
 class LocalHandle(Handle):
@@ -100,6 +104,28 @@ class Local(AllToAll):
             self.reduce_on_gpu(handle, out, accumulate)
         else:
             write_out(self.reduce(handle), out, handle.live, accumulate)
+
+    @property
+    def packs_only(self) -> bool:
+        whole = len(self.local_experts) == self.config.num_experts
+        return (
+            self.gpu is not None and whole and not self.config.scale_dim and self.gpu.options.layout == PackedLayout()
+        )
+
+    def dispatch_packed(self, tokens: int, pack: Callable[[PackedRows], Routing]) -> Dispatched:
+        handle = self._on_gpu().packed_by(self, tokens, pack)
+        handle.enter(self, "dispatch_recv")
+        return handle.dispatched()
+
+    def combine_packed(self, expert_out: torch.Tensor, dispatched: Dispatched, add_up: AddUp) -> torch.Tensor:
+        handle = dispatched.handle
+        assert isinstance(handle, GpuHandle)
+        check_combine(self.config, expert_out, dispatched.x.shape[0])
+        handle.enter(self, "combine_send")
+        handle.enter(self, "combine_recv")
+        result = add_up(expert_out, handle.packed.slots, handle.routing.weights)
+        handle.release()
+        return result
 
     def check(self) -> None:
         """Raise `WaitExpiredError` if a kernel on the GPU has waited in vain; to be called once a step, after it."""

@@ -88,18 +88,31 @@ class LocalGpu:
         rows: torch.Tensor | int | None,
     ) -> GpuHandle:  # fmt: skip
         """Dispatch on the current stream; arguments are checked."""
-        if not self._free:
-            raise RuntimeError("all buffers wait for their combine: build the all-to-all with a larger in_flight")
         tokens = x.shape[0] if isinstance(rows, torch.Tensor) else check_live(x.shape[0], rows)
         handle = GpuHandle(owner, routing, x.shape[0], tokens)
         handle.live_rows = rows if isinstance(rows, torch.Tensor) else None
-        buffers = self._free.pop()
+        buffers = self._take()
         handle.release = weakref.finalize(handle, self._free.append, buffers)
         handle.layout = self._layout_for(tokens)
         handle.packed = self._view(buffers, handle.layout, tokens)
         self._dispatchers[handle.layout](x, scales, routing.ids, tokens, handle.live_rows, handle.packed)
         if handle.layout == COMPACT:
             handle.choice = PackedChoice(routing.ids[:tokens], handle.live_rows, self.first_expert)
+        return handle
+
+    def packed_by(self, owner: AllToAll, tokens: int, pack: Callable[[PackedRows], Routing]) -> GpuHandle:
+        """A dispatch that `pack` does."""
+        buffers = self._take()
+        layout = self._layout_for(tokens)
+        packed = self._view(buffers, layout, tokens)
+        try:
+            routing = pack(packed)
+        except BaseException:
+            self._free.append(buffers)
+            raise
+        handle = GpuHandle(owner, routing, tokens, tokens)
+        handle.release = weakref.finalize(handle, self._free.append, buffers)
+        handle.packed, handle.live_rows, handle.layout = packed, None, layout
         return handle
 
     def combine(self, handle: GpuHandle, out: torch.Tensor, accumulate: bool) -> None:
@@ -110,6 +123,11 @@ class LocalGpu:
             ids=routing.ids, bias=handle.bias, first_expert=self.first_expert, live_rows=handle.live_rows,
         )  # fmt: skip
         handle.release()
+
+    def _take(self) -> PackedRows:
+        if not self._free:
+            raise RuntimeError("all buffers wait for their combine: build the all-to-all with a larger in_flight")
+        return self._free.pop()
 
     def _layouts(self) -> list[tuple[PackedLayout, int]]:
         """Each with the most tokens that it is used for."""

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from rose_dist.kernels.expert_slots import COMPACT, PackedChoice, PackedLayout
+from rose_dist.kernels.moe_dispatch import PackedRows
+
+AddUp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""From rows [packed rows, hidden], slots and weights [tokens, top_k] to what `combine_packed` is to give."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +169,24 @@ class AllToAll(Protocol):
         """
         self.combine_send(with_bias(expert_out, dispatched, bias), dispatched)
         self.combine_recv(dispatched, out=out, accumulate=accumulate)
+
+    @property
+    def packs_only(self) -> bool:
+        """Whether dispatch does nothing but pack rows on this GPU, and combine nothing but add them up.
+
+        A model may then use `dispatch_packed` and `combine_packed`, with kernels that do other work in the same launch.
+        """
+        return False
+
+    def dispatch_packed(self, tokens: int, pack: Callable[[PackedRows], Routing]) -> Dispatched:
+        """`dispatch` where `packs_only`: `pack` fills the rows of so many tokens, all slots among them, and says how
+        they are routed.
+        """
+        raise RuntimeError(f"{type(self).__name__} does more than to pack rows")
+
+    def combine_packed(self, expert_out: torch.Tensor, dispatched: Dispatched, add_up: AddUp) -> torch.Tensor:
+        """`combine` where `packs_only`: what `add_up` makes of the experts' rows, the slots and the weights."""
+        raise RuntimeError(f"{type(self).__name__} does more than to add up rows")
 
     def check(self) -> None:
         """Raise `WaitExpiredError` if a kernel on a GPU has waited in vain; to be called once a step, after it."""

@@ -40,6 +40,10 @@ class TensorParallel(Local):
         self.group.all_reduce(total)
         return total
 
+    @property
+    def packs_only(self) -> bool:
+        return False
+
     def check(self) -> None:
         super().check()
         if self.all_reduce is not None:

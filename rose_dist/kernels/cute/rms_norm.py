@@ -95,6 +95,7 @@ class RMSNorm(jit.Kernel):
             weights.append(vector.load(address, TYPES[self.weight_dtype], count, self.vector_bytes))
         # Weights are constant; everything below may be the work of the kernel before.
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         tensor_scale = block_scale.read_global_scale(self.quantized, global_scale)
         values = []
         for i in range_constexpr(tiling.vectors):
@@ -115,7 +116,6 @@ class RMSNorm(jit.Kernel):
             squares = squares + vector.select(vector.in_row(tiling, lane, i), own, Float32(0.0))
         squares = vector.whole_row_sum(squares, tiling)
         inverse = cute.math.rsqrt(squares * Float32(1.0 / (tiling.row_vectors * count)) + eps)
-        cute.arch.griddepcontrol_launch_dependents()
         for i in range_constexpr(tiling.vectors):
             index = vector.place(tiling, lane, i)
             valid = Boolean(vector.in_row(tiling, lane, i))

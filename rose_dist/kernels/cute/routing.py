@@ -207,8 +207,7 @@ class Route(jit.Kernel):
         else:
             for i in cutlass.range(self.k, unroll=1):
                 chosen = self.round(keys, lane, i, chosen)
-        logit = vector.scalar(logits + Int64(chosen) * self.dtype.itemsize, TYPES[self.dtype])[0].to(Float32)
-        return chosen, self.weigh(logit, values, lane)
+        return chosen, self.weigh(self.load_one(logits, chosen), values, lane)
 
     def round(self, keys: Any, lane: Any, i: Any, chosen: Any) -> Any:
         """Choose the warp's best key, strike it out, and keep it if this is lane `i`."""
@@ -237,6 +236,10 @@ class Route(jit.Kernel):
             return [loaded[j] for j in range(self.per_lane)]
         indices = [vector.min_of(lane * self.per_lane + j, Int32(self.experts - 1)) for j in range(self.per_lane)]
         return [vector.scalar(row + Int64(index) * size, TYPES[dtype])[0].to(Float32) for index in indices]
+
+    def load_one(self, row: Any, expert: Any) -> Any:
+        """One logit of a row, as fp32."""
+        return vector.scalar(row + Int64(expert) * self.dtype.itemsize, TYPES[self.dtype])[0].to(Float32)
 
     def group_eligible(self, preferences: Any, lane: Any) -> Any:
         """Whether this lane's group is among the best; a group is a run of lanes."""

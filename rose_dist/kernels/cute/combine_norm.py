@@ -1,0 +1,77 @@
+"""MoE combine, residual and the next layer's norm in one launch; what it computes: `rose_dist.kernels.combine_norm`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from rose_dist.kernels import jit, vector
+from rose_dist.kernels.arch import Arch
+from rose_dist.kernels.cute.moe_combine import VECTOR_BYTES, Combine
+from rose_dist.kernels.dsl import TYPES, Float32, Int32, Int64, Stream, cute
+from rose_dist.kernels.variants import WARP
+
+
+@cache
+def launcher(arch: Arch, top_k: int, hidden: int, dtype: torch.dtype) -> jit.Launcher:
+    return jit.load(CombineNorm(arch, Combine(arch, top_k, hidden, dtype, dtype, None, False, VECTOR_BYTES)))
+
+
+@dataclass(frozen=True)
+class CombineNorm(jit.Kernel):
+    """A block a token, a thread a vector of it. It lets the next launch start at once, so that this one's latencies
+    pass while that one fetches its weights.
+    """
+
+    source: Combine
+
+    @property
+    def threads(self) -> int:
+        return -(-self.source.vectors // WARP) * WARP
+
+    @cute.jit
+    def __call__(
+        self, rows: Int64, row_stride: Int64, slots: Int64, weights: Int64, residual: Int64,
+        total: Int64, scale: Int64, out: Int64, eps: Float32, tokens: Int32, stream: Stream,
+    ) -> None:  # fmt: skip
+        """Addresses: rows, row_stride, slots and weights as for `Combine`; residual, total (which may be the
+        same) and out [tokens, hidden], scale [hidden], all of the rows' dtype.
+        """
+        self.kernel(rows, row_stride, slots, weights, residual, total, scale, out, eps).launch(
+            grid=[tokens, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1,
+            preferred_smem_carveout=100,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, rows: Int64, row_stride: Int64, slots: Int64, weights: Int64, residual: Int64,
+        total: Int64, scale: Int64, out: Int64, eps: Float32,
+    ) -> None:  # fmt: skip
+        source, width = self.source, self.source.dtype.itemsize
+        thread, token = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        column = vector.min_of(thread, Int32(source.vectors - 1)) * source.count
+        place = (Int64(token) * source.hidden + column) * width
+        cute.arch.griddepcontrol_launch_dependents()
+        scales = source.load(scale + Int64(column) * width, source.dtype)
+        cute.arch.griddepcontrol_wait()
+        # Threads beyond the row must not read what another one may have written already.
+        valid = thread < source.vectors
+        before = source.load(vector.select(valid, residual + place, scale), source.dtype)
+        places = Int64(token) * (source.top_k * 4)
+        summed = source.sum(rows, row_stride, slots + places, weights + places, Int64(0), Int64(0), Int32(0), column)
+        new = [self.rounded(self.rounded(a) + b) for a, b in zip(summed, before, strict=True)]
+        squares = Float32(0.0)
+        for value in new:
+            squares = squares + value * value
+        squares = vector.row_sum(vector.select(valid, squares, Float32(0.0)), self.threads, 1)
+        inverse = cute.math.rsqrt(squares * Float32(1.0 / source.hidden) + eps)
+        normed = [value * inverse * factor for value, factor in zip(new, scales, strict=True)]
+        kind = TYPES[source.dtype]
+        vector.store_scalars_if(valid, total + place, new, kind, VECTOR_BYTES)
+        vector.store_scalars_if(valid, out + place, normed, kind, VECTOR_BYTES)
+
+    def rounded(self, value: Any) -> Any:
+        return Float32(Float32(value).to(TYPES[self.source.dtype]))

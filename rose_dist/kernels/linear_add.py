@@ -1,0 +1,79 @@
+"""residual + x Wᵀ + b of a few rows in one launch, with the weights on their way before x is there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rose_dist.kernels import checks, launch
+from rose_dist.kernels.linear import linear
+from rose_dist.kernels.linear_shapes import fits_resident
+from rose_dist.kernels.small_linear import INPUT_MULTIPLE, OUTPUT_MULTIPLE
+
+MAX_ROWS = 8
+"""Columns of a tensor core's operand. More rows would need registers that hold weights on their way."""
+
+
+def fits(weight: Tensor) -> bool:
+    """Whether the launches that start like this one take such a weight [out, in]."""
+    aligned = weight.shape[1] % INPUT_MULTIPLE == 0 and weight.shape[0] % OUTPUT_MULTIPLE == 0
+    return aligned and weight.dtype is torch.bfloat16 and fits_resident(weight.shape[1])
+
+
+def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """residual + (x Wᵀ + b), the product rounded before it is added, as a linear layer alone would.
+
+    Args:
+        x: bf16 [rows, in], up to 8 rows, which may be strided.
+        weight: bf16 [out, in]; `in` a multiple of 32, `out` of 16. Neither it nor the bias may be written by the
+            launches just before: they are read while those still run.
+        bias: bf16 [out] or None.
+        residual: bf16 [rows, out], dense.
+
+    Returns:
+        bf16 [rows, out]. A row's result does not depend on the others.
+
+    Raises:
+        KernelArgumentError: for shapes, dtypes or devices that don't fit.
+    """
+    check(x, weight, bias)
+    checks.shape("residual", residual, x.shape[0], weight.shape[0])
+    checks.dtype("residual", residual, torch.bfloat16)
+    checks.same_device("residual", residual, x.device)
+    checks.dense("residual", residual, 4)
+    if not x.is_cuda:
+        return residual + reference(x, weight, bias)
+    from rose_dist.kernels.cute import linear_add as cute  # noqa: PLC0415 - it loads the compiler
+
+    out = torch.empty(residual.shape, dtype=residual.dtype, device=x.device)
+    launcher = cute.launcher(launch.device(x).arch, weight.shape[1])
+    launch.run(launcher, x, x, x.stride(0), weight, bias, residual, out, *residual.shape)
+    return out
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x Wᵀ + b in fp32, rounded once."""
+    return linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+
+def check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Of the layers that take up to `MAX_ROWS` rows."""
+    checks.shape("weight", weight, None, None)
+    outputs, inputs = weight.shape
+    checks.shape("x", x, None, inputs)
+    checks.dtype("x", x, torch.bfloat16)
+    checks.dtype("weight", weight, torch.bfloat16)
+    checks.rows("x", x)
+    checks.dense("weight", weight)
+    checks.same_device("weight", weight, x.device)
+    checks.multiple("weight's inputs", inputs, INPUT_MULTIPLE, "a warp reads 32 at a time")
+    checks.multiple("weight's outputs", outputs, OUTPUT_MULTIPLE, "tensor cores give 16 at a time")
+    if not fits_resident(inputs):
+        raise checks.fail("weight", f"has {inputs} inputs, which are too many, or have too few divisors")
+    if not 0 < x.shape[0] <= MAX_ROWS:
+        raise checks.fail("x", f"has {x.shape[0]} rows; allowed are 1 … {MAX_ROWS}")
+    if bias is not None:
+        checks.shape("bias", bias, outputs)
+        checks.dtype("bias", bias, torch.bfloat16)
+        checks.same_device("bias", bias, x.device)
+        checks.dense("bias", bias, 4)

@@ -1,0 +1,125 @@
+"""What begins a mixture-of-experts block of few rows, in one launch: norm, router, choice, load and packed rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rose_dist.kernels import checks, expert_slots, launch
+from rose_dist.kernels.expert_map import map_experts
+from rose_dist.kernels.expert_slots import PackedLayout
+from rose_dist.kernels.linear_add import check, fits
+from rose_dist.kernels.linear_add import reference as linear
+from rose_dist.kernels.linear_shapes import LINEAR_OUTPUTS
+from rose_dist.kernels.moe_dispatch import PackedRows
+from rose_dist.kernels.mxfp4_experts import tiling
+from rose_dist.kernels.mxfp4_layout import PackedMxfp4
+from rose_dist.kernels.rms_norm import rms_norm
+from rose_dist.kernels.routing import Router, Routing, Score, route
+from rose_dist.kernels.stream_tiling import EXPERT_SHAPES, FirstReads
+from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, WARP
+
+MAX_EXPERTS = 8 * LINEAR_OUTPUTS
+"""16 a block of a cluster, which has at most 8 on every GPU."""
+
+
+def takes(weight: Tensor, router: Router) -> bool:
+    """Whether `route_rows` serves a router with such a weight [experts, hidden] on a GPU."""
+    experts = weight.shape[0]
+    known = fits(weight) and router.score is not Score.SIGMOID and router.groups == 1
+    return known and experts in (32, 64, 128) and router.k <= WARP
+
+
+def route_rows(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None, router: Router, load: Tensor,
+    packed: PackedRows, *, live_rows: Tensor | None = None, read_ahead: PackedMxfp4 | None = None, most: int = 1,
+) -> Routing:  # fmt: skip
+    """Normalise rows, choose their experts, and write a row for each into expert order.
+
+    Args:
+        x: bf16 [rows, hidden], up to 8 dense rows; hidden a multiple of 32.
+        norm_weight: bf16 [hidden].
+        weight, bias: of the router, bf16 [experts, hidden] with 32, 64 or 128 experts, and bf16 [experts] or None.
+            None of the weights may be written by the launches just before: they are read while those still run.
+        router: a rule without sigmoid and groups.
+        load: int64 [experts], how often each was chosen; added to.
+        packed: written to: the normalised rows, without gaps between experts, their slots (−1 from `live_rows` on),
+            counts and offsets.
+        live_rows: int32 [1]; rows from there on have no expert.
+        read_ahead: the experts' matrices that are used next, the beginnings of which are asked for; `most` rows are
+            expected of the largest expert, as for `ExpertRows`. Changes no result.
+
+    Returns:
+        The routing, without counts. All is as `rms_norm`, a linear layer, `route`, `map_experts` and a dispatch do it
+        one after the other, with the same roundings.
+
+    Raises:
+        KernelArgumentError: for shapes, dtypes or devices that don't fit.
+    """
+    _check(x, norm_weight, weight, bias, router, load, packed, live_rows)
+    rows, hidden = x.shape
+    if not x.is_cuda:
+        return _reference(x, norm_weight, eps, weight, bias, router, load, packed, live_rows)
+    from rose_dist.kernels.cute import route_rows as cute  # noqa: PLC0415 - it loads the compiler
+
+    routing = Routing(
+        torch.empty(rows, router.k, dtype=torch.int32, device=x.device),
+        torch.empty(rows, router.k, dtype=torch.float32, device=x.device),
+    )
+    device, reads = launch.device(x), None if read_ahead is None else _first_reads(read_ahead, most)
+    launcher = cute.launcher(device.arch, hidden, weight.shape[0], router.k, router.score, reads)
+    launch.run(
+        launcher, x, x, norm_weight, weight, bias, live_rows, load, packed.x, routing.ids, routing.weights,
+        packed.slots, packed.counts, packed.offsets, None if read_ahead is None else read_ahead.data, device.sms, rows,
+        eps, router.scale,
+    )  # fmt: skip
+    return routing
+
+
+def _first_reads(matrices: PackedMxfp4, most: int) -> FirstReads | None:
+    if most >= EXPERT_GEMM_ROWS:
+        return None
+    return FirstReads.of(tiling(matrices, EXPERT_SHAPES.select(most)), matrices.data.shape[1])
+
+
+def _reference(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None, router: Router, load: Tensor,
+    packed: PackedRows, live_rows: Tensor | None,
+) -> Routing:  # fmt: skip
+    normed = rms_norm(x, norm_weight, eps)
+    routing = route(linear(normed, weight, bias), router, live_rows=live_rows)
+    map_experts(routing.ids, load, live_rows=live_rows)
+    slots, counts, starts = expert_slots.reference(routing.ids, len(x), 0, weight.shape[0], PackedLayout())
+    pairs = (slots >= 0).nonzero()
+    packed.x[slots[slots >= 0].long()] = normed[pairs[:, 0]]
+    for target, source in ((packed.slots, slots), (packed.counts, counts), (packed.offsets, starts)):
+        target.copy_(source)
+    return routing
+
+
+def _check(
+    x: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor | None, router: Router, load: Tensor,
+    packed: PackedRows, live_rows: Tensor | None,
+) -> None:  # fmt: skip
+    check(x, weight, bias)
+    (rows, hidden), experts = x.shape, weight.shape[0]
+    checks.dense("x", x)
+    if not takes(weight, router):
+        raise checks.fail("weight", f"has {experts} experts for {router}; allowed: 32, 64, 128, no sigmoid or groups")
+    checks.shape("norm_weight", norm_weight, hidden)
+    checks.dtype("norm_weight", norm_weight, torch.bfloat16)
+    checks.shape("packed.x", packed.x, None, hidden)
+    checks.dtype("packed.x", packed.x, torch.bfloat16)
+    if packed.scales is not None or packed.x.shape[0] < rows * router.k:
+        raise checks.fail("packed", f"needs {rows * router.k} rows and no scales")
+    of_experts = (("load", load, torch.int64, 0), ("packed.counts", packed.counts, torch.int32, 0))
+    for name, tensor, dtype, more in (*of_experts, ("packed.offsets", packed.offsets, torch.int64, 1)):
+        checks.shape(name, tensor, experts + more)
+        checks.dtype(name, tensor, dtype)
+    checks.shape("packed.slots", packed.slots, rows, router.k)
+    checks.dtype("packed.slots", packed.slots, torch.int32)
+    written = {"load": load, "packed.x": packed.x, "packed.slots": packed.slots, "packed.counts": packed.counts}
+    for name, tensor in {**written, "packed.offsets": packed.offsets, "norm_weight": norm_weight}.items():
+        checks.same_device(name, tensor, x.device)
+        checks.dense(name, tensor, 16 if tensor.dtype is torch.bfloat16 else tensor.element_size())
+    checks.live_rows(live_rows, x.device)
