@@ -101,8 +101,8 @@ def moved(model: GptOssForCausalLM, place: Any, way: str) -> None:
     ("way", "experts"), [("mxfp4", 4), ("mxfp4", 32), ("fp8", 4), ("fp8", 32), ("fp8, as many tokens are", 4)]
 )
 def test_steps_are_those_of_the_cpu(way: str, experts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefill and decode. With 32 experts a decode step's few rows go through the layers' short way, in MXFP4. FP8: what
-    the GPU computes is what the CPU's reference does, rounded in the same places.
+    """Prefill and decode. With 32 experts a decode step's few rows go through the layers' short way, in MXFP4. FP8:
+    what the GPU computes is what the CPU's reference does, rounded in the same places.
     """
     write_random_checkpoint(CONFIG | {"num_experts": experts}, tmp_path)
     kind: MoeWeights = "mxfp4" if way == "mxfp4" else "fp8"
