@@ -1,12 +1,13 @@
 """GPT-OSS's MXFP4 expert layers on one GPU: checked against fp32 first, then timed in CUDA graphs.
 
-    python -m benchmarks.experts [--models gpt-oss-120b gpt-oss-20b] [--tokens 1 2 4 …] [--sweep] [--out FOLDER]
+    python -m benchmarks.experts [--models gpt-oss-120b gpt-oss-20b] [--tokens 1 2 4 …] [--sweep | --fp8] [--out D]
 
 Routing is uniform: every token goes to 4 distinct experts at random. A graph goes through several layers, each with its
 own weights, so that none are left in L2 from the time before. Bytes are those of the experts touched, once; the share
 is that of this run's copy rate. `--sweep` times variants of the kernel instead, on gpt-oss-120b, those of the tokens
 named (all by default); the first of each is how it was before. Alone, a layer follows the one before it and can fetch
 weights all the while; between a dispatch and a combine it has what an engine leaves it. A failed check ends the run.
+`--fp8` times FP8 experts by DeepGEMM instead, and whole MoE blocks in FP8 and in MXFP4 (`experts_fp8.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import experts_fp8
 from benchmarks.graphs import copy_rate, table, time_call
 from rose_dist.comm.all_to_all.local import Local
 from rose_dist.comm.all_to_all.local_gpu import GpuOptions
@@ -233,6 +235,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--tokens", nargs="+", type=int)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     begin = time.perf_counter()
@@ -240,6 +243,11 @@ def main() -> None:
     results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0), "copy TB/s": rate / 1e6, "rows": []}
     print(f"copy rate {rate / 1e6:.2f} TB/s", flush=True)
     for model in ["gpt-oss-120b"] if arguments.sweep else arguments.models:
+        if arguments.fp8:
+            for row in experts_fp8.rows(model, MODELS[model], arguments.tokens or experts_fp8.TOKENS, rate):
+                show(begin, row)
+                results["rows"].append(row)
+            continue
         layers = [Layer.random(MODELS[model]) for _ in range(LAYERS)]
         for tokens in arguments.tokens or (SWEEP if arguments.sweep else TOKENS):
             torch.manual_seed(tokens)
@@ -254,7 +262,7 @@ def main() -> None:
         del layers
         torch.cuda.empty_cache()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    name = "experts_sweep.json" if arguments.sweep else "experts.json"
+    name = "experts_sweep.json" if arguments.sweep else "experts_fp8.json" if arguments.fp8 else "experts.json"
     (arguments.out / name).write_text(json.dumps(results, indent=1))
     print(table(results["rows"]))
 

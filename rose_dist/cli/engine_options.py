@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rose_dist.comm.world import Groups, World
     from rose_dist.engine.config import DType, EngineConfig, LoadFormat
     from rose_dist.engine.engine import Engine
+    from rose_dist.layers.expert_matrices import MoeWeights
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 logger = logging.getLogger(__name__)
@@ -60,9 +61,9 @@ class EngineOptions:
 
         device = choose_device(self.device, local_rank)
         gpu = device.type == "cuda"
-        packed = self.moe_weights == "mxfp4" or (
-            self.moe_weights == "auto" and gpu and read_model_config(self.model).mxfp4
-        )
+        kept = self.moe_weights
+        if kept == "auto":
+            kept = "mxfp4" if gpu and read_model_config(self.model).mxfp4 else "bf16"
         max_running = self.max_running or (128 if gpu else 64)
         max_step_tokens = self.max_step_tokens or (8192 if gpu else 512)
         return EngineConfig(
@@ -70,7 +71,7 @@ class EngineOptions:
             device=device,
             dtype=cast("DType", self.dtype or ("bfloat16" if gpu else "float32")),
             load_format=cast("LoadFormat", self.load_format),
-            moe_weights="mxfp4" if packed else "bf16",
+            moe_weights=cast("MoeWeights", kept),
             block_size=self.block_size,
             kv_tokens=self.kv_tokens or (None if gpu else 32768),
             memory_share=self.gpu_memory_utilization,
@@ -108,10 +109,11 @@ _OPTIONS = (
     ),
     click.option(
         "--moe-weights",
-        type=click.Choice(["auto", "mxfp4", "bf16"]),
+        type=click.Choice(["auto", "mxfp4", "fp8", "bf16"]),
         default="auto",
         show_default=True,
-        help="Experts in memory: mxfp4 as stored, bf16 decoded to --dtype. auto: as stored on GPUs, decoded on CPUs.",
+        help="Experts in memory: mxfp4 as stored, fp8 with a scale for 128 x 128 values, bf16 decoded to --dtype. "
+        "auto: as stored on GPUs, decoded on CPUs.",
     ),
     click.option(
         "--gpu-memory-utilization",

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from rose_dist.errors import RoseError
-from rose_dist.layers.experts import MoeWeights
+from rose_dist.layers.expert_matrices import MoeWeights
 
 DType = Literal["float32", "bfloat16"]
 LoadFormat = Literal["checkpoint", "random"]

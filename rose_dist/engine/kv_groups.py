@@ -11,6 +11,7 @@ import torch
 from rose_dist.comm.group import Group
 from rose_dist.engine.config import EngineConfig, EngineConfigError
 from rose_dist.engine.kv_cache import GroupSpec
+from rose_dist.kernels.deep_gemm import ALIGNMENT
 from rose_dist.layers.forward_batch import KVGroup
 from rose_dist.models.gpt_oss_config import GptOssConfig
 
@@ -60,12 +61,15 @@ def fitting_blocks(groups: Sequence[KVGroup], config: EngineConfig, budget: int)
 
 
 def activation_bytes(config: EngineConfig, model: GptOssConfig) -> int:
-    """What a step takes beside weights and KV cache, generously: rows that experts work on, logits and their sorted
-    copies, and what libraries keep for themselves.
+    """What a step takes beside weights and KV cache, generously: rows that experts work on and, in FP8, that pad each
+    expert's, logits and their sorted copies, and what libraries keep for themselves.
     """
     tokens, size = config.max_step_tokens, config.torch_dtype.itemsize
     dense = tokens * (8 * model.hidden_size + 3 * model.num_attention_heads * model.head_dim) * size
-    experts = tokens * model.num_experts_per_tok * (3 * model.hidden_size + 3 * model.intermediate_size) * size
+    rows = tokens * model.num_experts_per_tok
+    if config.moe_weights == "fp8":
+        rows += model.num_local_experts * ALIGNMENT
+    experts = rows * (3 * model.hidden_size + 3 * model.intermediate_size) * size
     logits = config.max_running * model.vocab_size * 4 * 8
     return dense + experts + logits + (3 << 30)
 

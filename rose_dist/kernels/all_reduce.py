@@ -165,13 +165,19 @@ class AllReduce:
 
     def combine(
         self, expert_rows: Tensor, slots: Tensor, weights: Tensor, out: Tensor, *, tokens: int,
-        accumulate: bool = False, live_rows: Tensor | None = None,
+        accumulate: bool = False, ids: Tensor | None = None, bias: Tensor | None = None, first_expert: int = 0,
+        live_rows: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """`moe_combine.combine` of every rank's experts, then the sum over ranks, both in fp32."""
+        """`moe_combine.combine` of every rank's experts, then the sum over ranks, both in fp32. Ranks need not all have
+        a `bias`.
+        """
         sizes, top_k = self.sizes, slots.shape[1]
         if tokens > sizes.combine_rows:
             scratch = self._scratch[:tokens]
-            moe_combine.combine(expert_rows, slots, weights, scratch, tokens=tokens, live_rows=live_rows)
+            moe_combine.combine(
+                expert_rows, slots, weights, scratch, tokens=tokens, ids=ids, bias=bias, first_expert=first_expert,
+                live_rows=live_rows,
+            )  # fmt: skip
             self._two_shot(scratch, scratch, tokens, live_rows)
             moe_combine.combine(
                 scratch, self._first_slots[:tokens], self._ones[:tokens], out, tokens=tokens, accumulate=accumulate,
@@ -179,23 +185,27 @@ class AllReduce:
             )  # fmt: skip
         elif tokens:
             parts = sizes.parts(tokens, torch.float32)
-            kernel = self._combine_kernel(expert_rows.dtype, top_k, out.dtype, accumulate, parts)
-            source = (expert_rows.stride(0), slots, weights, 0, 0, 0)
+            kernel = self._combine_kernel(
+                expert_rows.dtype, top_k, out.dtype, accumulate, parts, None if bias is None else bias.dtype
+            )
+            source = (expert_rows.stride(0), slots, weights, ids, bias, first_expert)
             self._one_shot(kernel, out, (expert_rows, live_rows, out, 0, 0, 0, 0.0), source, tokens)
 
-    def prepare_combine(self, dtype: torch.dtype, top_k: int, out_dtype: torch.dtype) -> None:
-        """Load kernels, so that a later `combine` may be captured."""
+    def prepare_combine(self, dtype: torch.dtype, top_k: int, out_dtype: torch.dtype, *, bias: bool = False) -> None:
+        """Load kernels, so that a later `combine` may be captured; `bias`: also those for one of `dtype`."""
         for parts in {self.sizes.parts(tokens, torch.float32) for tokens in range(1, self.sizes.combine_rows + 1)}:
             for accumulate in (False, True):
-                _load(self._combine_kernel(dtype, top_k, out_dtype, accumulate, parts))
+                for bias_dtype in (None, dtype) if bias else (None,):
+                    _load(self._combine_kernel(dtype, top_k, out_dtype, accumulate, parts, bias_dtype))
 
     def _combine_kernel(
-        self, dtype: torch.dtype, top_k: int, out_dtype: torch.dtype, accumulate: bool, parts: int
-    ) -> OneShot:
+        self, dtype: torch.dtype, top_k: int, out_dtype: torch.dtype, accumulate: bool, parts: int,
+        bias: torch.dtype | None,
+    ) -> OneShot:  # fmt: skip
         from rose_dist.kernels.cute.all_reduce_one_shot import OneShot  # noqa: PLC0415 - it loads the compiler
         from rose_dist.kernels.cute.moe_combine import VECTOR_BYTES, Combine  # noqa: PLC0415
 
-        source = Combine(self._arch, top_k, self.sizes.hidden, dtype, out_dtype, None, False, VECTOR_BYTES)
+        source = Combine(self._arch, top_k, self.sizes.hidden, dtype, out_dtype, bias, False, VECTOR_BYTES)
         return OneShot(self._arch, self.sizes.ranks, self.sizes.hidden, out_dtype, source, False, accumulate, parts)
 
     def _one_shot_kernel(self, parts: int) -> OneShot:

@@ -72,7 +72,7 @@ def store(
         lanes = output.lanes(len(values))
         if index % lanes == 0:
             block = index // lanes
-            place = output.layout.offset(Int64(row), Int64(block), Int64(padded_rows), output.blocks)
+            place = output.place(Int64(row), Int64(block), Int64(padded_rows))
             if const_expr(fmt.scale is Scale.FP32):
                 vector.scalar(scales + place * 4, Float32)[0] = scale
             else:
@@ -87,7 +87,7 @@ def _zero_padding(output: cutlass.Constexpr, scales: Int64, row: Int32, block: I
     if const_expr(padding > 0):
         if block == output.blocks - 1:
             for i in cutlass.range_constexpr(padding):
-                place = output.layout.offset(Int64(row), Int64(output.blocks + i), Int64(padded_rows), output.blocks)
+                place = output.place(Int64(row), Int64(output.blocks + i), Int64(padded_rows))
                 vector.scalar(scales + place, Uint8)[0] = Uint8(0)
 
 
@@ -107,7 +107,7 @@ def load_codes(source: BlockOutput, codes: Any, row: Any, index: Any, count: int
 def load_scale(source: BlockOutput, scales: Any, row: Any, column: Any, padded_rows: Any, global_scale: Any) -> Any:
     """The fp32 by which the codes of a row's block at `column` are multiplied."""
     block = column // source.fmt.block
-    place = source.layout.offset(Int64(row), Int64(block), Int64(padded_rows), source.blocks)
+    place = source.place(Int64(row), Int64(block), Int64(padded_rows))
     if source.fmt.scale is Scale.FP32:
         return vector.scalar(scales + place * 4, Float32)[0]
     byte = Uint32(vector.scalar(scales + place, Uint8)[0])

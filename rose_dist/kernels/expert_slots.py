@@ -38,10 +38,11 @@ class PackedLayout:
             raise checks.fail("rows_per_expert", f"is {self.rows_per_expert}; must be a multiple of {self.alignment}")
 
     def capacity(self, pairs: int, experts: int) -> int:
-        """Rows that a buffer needs for any routing of so many pairs."""
+        """Rows that a buffer needs for any routing of so many pairs; a multiple of `alignment`."""
         if self.rows_per_expert:
             return experts * self.rows_per_expert
-        return pairs + min(pairs, experts) * (self.alignment - 1)
+        most = pairs + min(pairs, experts) * (self.alignment - 1)
+        return most // self.alignment * self.alignment
 
     def starts(self, counts: Tensor) -> Tensor:
         """[experts] counts to int64 [experts + 1]: where each expert's rows start, and where the last one's end."""
@@ -49,6 +50,10 @@ class PackedLayout:
         if not self.rows_per_expert:
             padded = (counts.long() + self.alignment - 1) // self.alignment * self.alignment
         return torch.cat([padded.new_zeros(1), padded.cumsum(0)])
+
+
+COMPACT = PackedLayout()
+"""Experts' rows side by side."""
 
 
 @dataclass(frozen=True)

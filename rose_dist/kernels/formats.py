@@ -161,6 +161,8 @@ class BlockOutput:
     layout: ScaleLayout
     columns: int
     """Values a row."""
+    group_rows: int = 0
+    """COLUMNS only: rows of a group that has its scales to itself, [groups, blocks, group_rows]; 0: one group."""
 
     @property
     def row_bytes(self) -> int:
@@ -172,12 +174,19 @@ class BlockOutput:
         """Scales a row."""
         return self.fmt.blocks(self.columns)
 
+    def place(self, row: Any, block: Any, padded_rows: Any) -> Any:
+        """Index of a scale among all; `padded_rows` as `ScaleLayout.padded_rows` gives them, without groups."""
+        if not self.group_rows:
+            return self.layout.offset(row, block, padded_rows, self.blocks)
+        inside = self.layout.offset(row % self.group_rows, block, self.group_rows, self.blocks)
+        return row // self.group_rows * (self.group_rows * self.blocks) + inside
+
     def lanes(self, count: int) -> int:
         """Lanes that share a block when each holds `count` values."""
         return max(self.fmt.block // count, 1)
 
     def __str__(self) -> str:
-        return f"{self.fmt}/{self.layout}"
+        return f"{self.fmt}/{self.layout}" + (f"/{self.group_rows}" if self.group_rows else "")
 
 
 def _up(n: Any, multiple: int) -> Any:

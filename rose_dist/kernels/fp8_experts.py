@@ -1,26 +1,31 @@
-"""Expert layers in FP8: weights in e4m3 with a scale for 128 x 128 values, grouped GEMMs by DeepGEMM on a GPU.
+"""The two linear layers of experts in FP8: weights e4m3 with a scale for 128 x 128 values, rows with one for 128.
 
-Rows are packed by expert with every expert's first row at a multiple of `ALIGNMENT` (`PackedLayout(ALIGNMENT)`), and
-quantised with a scale for 128 values of a row. DeepGEMM takes no bias: the first layer's goes into the activation
-(`swiglu.activate_quantized`), the second's into combine. Sizes need not be multiples of 128: the last block is smaller.
+On a GPU the products are DeepGEMM's, and rows are packed as it wants them: `FEW` for up to 128 tokens, `MANY` for more.
+It takes no bias: the first layer's goes into the activation, the second's into combine.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from rose_dist.kernels import checks
-from rose_dist.kernels.errors import MissingToolchainError
+from rose_dist.kernels import checks, deep_gemm
+from rose_dist.kernels.arch import device_info
+from rose_dist.kernels.deep_gemm import ALIGNMENT
+from rose_dist.kernels.errors import UnsupportedArchError
+from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.formats import E4M3_MAX, FP8, MIN_AMAX, ScaleLayout
-from rose_dist.kernels.quantize import dequantize
+from rose_dist.kernels.mxfp4_experts import ExpertRows
+from rose_dist.kernels.quantize import dequantize, quantize
+from rose_dist.kernels.swiglu import ALPHA, Gate, Rows, activate_quantized
 
 BLOCK = 128
-ALIGNMENT = 128
-"""Rows at whose multiples an expert starts: a tile of the GEMM belongs to one expert."""
+MANY = PackedLayout(ALIGNMENT)
+"""DeepGEMM's contiguous layout: one expert's rows after the other's, each from the next multiple of 128."""
+FEW = PackedLayout(ALIGNMENT, ALIGNMENT)
+"""Its masked layout: 128 rows an expert, of which only the tiles with rows are worked on."""
 
 
 @dataclass(frozen=True)
@@ -57,62 +62,113 @@ class Fp8Weight:
 def quantize_blocks(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Codes float8_e4m3fn [outputs, inputs] and scales fp32 [outputs / 128, inputs / 128], rounded up.
 
-    scale = max|block| / 448, code = matrix / scale to nearest even.
+    scale = the least power of two that is at least max|block| / 448, code = matrix / scale to nearest even. A power of
+    two costs a float format no precision, and MXFP4's values, which have one too, become FP8 without loss wherever the
+    scales of a block lie within a factor of 2^14.
     """
     outputs, inputs = matrix.shape
     high, wide = -(-outputs // BLOCK), -(-inputs // BLOCK)
     padded = matrix.new_zeros(high * BLOCK, wide * BLOCK, dtype=torch.float32)
     padded[:outputs, :inputs] = matrix
     blocks = padded.view(high, BLOCK, wide, BLOCK)
-    scales = blocks.abs().amax((1, 3)).clamp(min=MIN_AMAX) / E4M3_MAX
+    mantissa, power = torch.frexp(blocks.abs().amax((1, 3)).clamp(min=MIN_AMAX) / E4M3_MAX)
+    scales = torch.ldexp(torch.ones_like(mantissa), power - (mantissa == 0.5).int())
     codes = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
     return codes.view(high * BLOCK, wide * BLOCK)[:outputs, :inputs], scales
 
 
-def fp8_expert_linear(codes: Tensor, scales: Tensor, weight: Fp8Weight, experts: Tensor) -> Tensor:
-    """y[r] = weight[experts[r]] · x[r], x given by its codes and scales.
+@dataclass(frozen=True)
+class Fp8Rows:
+    """Rows packed by expert, quantised."""
+
+    codes: Tensor
+    """float8_e4m3fn [rows, inputs]."""
+    scales: Tensor
+    """fp32 [rows, blocks]; on a GPU by columns: strides (1, rows), or in `FEW` [experts, 128, blocks] with strides
+    (128 · blocks, 1, 128).
+    """
+
+    @classmethod
+    def of(cls, x: Tensor) -> Fp8Rows:
+        """Rows of a float dtype, on the CPU. On a GPU they are quantised before the dispatch, which orders scales."""
+        return cls(*quantize(x, FP8))
+
+
+def fp8_expert_swiglu(
+    x: Fp8Rows, weight: Fp8Weight, bias: Tensor, rows: ExpertRows, *, limit: float, dtype: torch.dtype,
+    alpha: float = ALPHA,
+) -> Fp8Rows:  # fmt: skip
+    """h[r] = clamped_swiglu(weight[e] · x[r] + bias[e]), quantised, for the expert e that row r belongs to.
 
     Args:
-        codes: float8_e4m3fn [rows, inputs].
-        scales: fp32 [rows, inputs / 128] in `ScaleLayout.COLUMNS`, as `quantize(x, FP8, layout=…)` gives them.
-        experts: int32 [rows]; −1: no row. Constant over every `ALIGNMENT` rows but for −1 behind an expert's last.
+        weight: [experts, 2 · intermediate, inputs]; even rows are gates, odd ones linear.
+        bias: [experts, 2 · intermediate] of `dtype`.
+        rows: on a GPU with a list.
+        dtype: to which the product is rounded; bf16 on a GPU.
+    """
+    gate_up = fp8_expert_linear(x, weight, rows, dtype)
+    if not gate_up.is_cuda:
+        experts = torch.repeat_interleave(torch.arange(len(rows.counts), dtype=torch.int32), rows.counts)
+        codes, scales = activate_quantized(
+            Gate.CLAMPED_SWIGLU, gate_up, FP8, alpha=alpha, limit=limit, bias=bias, rows=Rows(experts=experts)
+        )
+        return Fp8Rows(codes, scales)
+    if rows.listed is None:
+        raise checks.fail("rows", "need a list on a GPU: without it the padding would be worked on too")
+    codes, scales = activate_quantized(
+        Gate.CLAMPED_SWIGLU, gate_up, FP8, layout=ScaleLayout.COLUMNS, group_rows=rows.layout.rows_per_expert,
+        alpha=alpha, limit=limit, bias=bias, rows=rows.listed,
+    )  # fmt: skip
+    return Fp8Rows(codes, scales)
+
+
+def fp8_expert_linear(x: Fp8Rows, weight: Fp8Weight, rows: ExpertRows, dtype: torch.dtype) -> Tensor:
+    """y[r] = weight[e] · x[r] for the expert e that row r belongs to; nobody's rows are any. On the CPU rows are packed
+    side by side.
 
     Returns:
-        bf16 [rows, outputs]; rows of no expert are any.
+        [rows, outputs] of `dtype`, which is bf16 on a GPU.
 
     Raises:
-        KernelArgumentError: for shapes or dtypes that don't fit.
+        KernelArgumentError: for shapes, dtypes or packings that don't fit.
         MissingToolchainError: on a GPU without DeepGEMM.
     """
-    rows = codes.shape[0]
-    checks.shape("codes", codes, None, weight.codes.shape[2])
-    checks.dtype("codes", codes, torch.float8_e4m3fn)
-    checks.scales(scales, FP8, ScaleLayout.COLUMNS, rows, codes.shape[1])
-    checks.shape("experts", experts, rows)
-    checks.dtype("experts", experts, torch.int32)
-    if rows % ALIGNMENT:
-        raise checks.fail("codes", f"has {rows} rows; must be a multiple of {ALIGNMENT}")
-    out = torch.empty(rows, weight.codes.shape[1], dtype=torch.bfloat16, device=codes.device)
-    if not codes.is_cuda:
-        return _reference(codes, scales, weight, experts, out)
-    if rows:
-        _deep_gemm().m_grouped_fp8_gemm_nt_contiguous((codes, scales), (weight.codes, weight.scales), out, experts)
+    total, layout = x.codes.shape[0], rows.layout
+    checks.shape("codes", x.codes, None, weight.codes.shape[2])
+    checks.dtype("codes", x.codes, torch.float8_e4m3fn)
+    if not x.codes.is_cuda:
+        return _reference(x, weight, rows, dtype)
+    if layout not in (FEW, MANY) or total % ALIGNMENT:
+        raise checks.fail("codes", f"has {total} rows in {layout}; DeepGEMM takes {FEW} or {MANY}")
+    if dtype is not torch.bfloat16:
+        raise checks.fail("dtype", f"is {dtype}; DeepGEMM's results are bfloat16")
+    out = torch.empty(total, weight.codes.shape[1], dtype=dtype, device=x.codes.device)
+    gemm, matrices = deep_gemm.load(), (weight.codes, weight.scales)
+    if layout == FEW:
+        groups = (weight.codes.shape[0], ALIGNMENT, -1)
+        gemm.m_grouped_fp8_fp4_gemm_nt_masked(
+            (x.codes.view(groups), x.scales), matrices, out.view(groups), rows.counts, min(rows.most, ALIGNMENT)
+        )
+    else:
+        # A fixed number of expected rows: it would compile another kernel for many a length of prompt.
+        gemm.m_grouped_fp8_gemm_nt_contiguous(
+            (x.codes, x.scales), matrices, out, rows.ends, use_psum_layout=True, expected_m_for_psum_layout=ALIGNMENT
+        )
     return out
 
 
-def _reference(codes: Tensor, scales: Tensor, weight: Fp8Weight, experts: Tensor, out: Tensor) -> Tensor:
-    x = dequantize(codes, scales, FP8, layout=ScaleLayout.COLUMNS, dtype=torch.float32)
-    for expert in sorted(set(experts.tolist()) - {-1}):
-        mine = experts == expert
-        out[mine] = (x[mine] @ weight.dequantize(expert).T).to(out.dtype)
+def require(device: torch.device) -> None:
+    """Raises `MissingToolchainError` or `UnsupportedArchError` where a GPU can't work on experts in FP8."""
+    arch = device_info(device.index).arch
+    if arch.blackwell:
+        raise UnsupportedArchError(f"FP8 experts run on Hopper only, this GPU is {arch}; choose --moe-weights mxfp4")
+    deep_gemm.load()
+
+
+def _reference(x: Fp8Rows, weight: Fp8Weight, rows: ExpertRows, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(x.codes.shape[0], weight.codes.shape[1], dtype=dtype)
+    wide = dequantize(x.codes, x.scales, FP8, dtype=torch.float32)
+    for expert, (start, end) in enumerate(zip(rows.offsets.tolist(), rows.ends.tolist(), strict=False)):
+        if end > start:
+            out[start:end] = (wide[start:end] @ weight.dequantize(expert).T).to(dtype)
     return out
-
-
-def _deep_gemm() -> Any:
-    try:
-        import deep_gemm  # noqa: PLC0415 - optional, and it compiles at run time
-    except ImportError as error:
-        raise MissingToolchainError(
-            "FP8 experts need DeepGEMM: pip install 'rose-dist[cuda]' (sgl-deep-gemm, not deep-gemm)"
-        ) from error
-    return deep_gemm

@@ -41,8 +41,13 @@ def address(tensor: Tensor | None) -> int:
 
 
 def empty_quantized(
-    fmt: BlockFormat, layout: ScaleLayout, rows: int, columns: int, device: torch.device
+    fmt: BlockFormat, layout: ScaleLayout, rows: int, columns: int, device: torch.device, group_rows: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Unwritten codes [rows, code columns] and scales in `layout` for [rows, columns] values."""
+    """Unwritten codes [rows, code columns] and scales in `layout` for [rows, columns] values. With groups of rows,
+    which need COLUMNS, scales are [groups, group_rows, blocks] with strides (blocks · group_rows, 1, group_rows).
+    """
     codes = torch.empty(rows, fmt.code_columns(columns), dtype=fmt.codes_dtype(), device=device)
-    return codes, layout.empty(fmt, rows, columns, device)
+    if not group_rows:
+        return codes, layout.empty(fmt, rows, columns, device)
+    shape = (rows // group_rows, fmt.blocks(columns), group_rows)
+    return codes, torch.empty(*shape, dtype=fmt.scale.value, device=device).transpose(1, 2)

@@ -34,7 +34,9 @@ class PackedRows:
     x: Tensor
     """[rows, hidden]."""
     scales: Tensor | None
-    """[rows, scale_dim]."""
+    """[rows, scale_dim], or by columns: as DeepGEMM wants them, [rows, scale_dim] with strides (1, rows), or [experts,
+    rows_per_expert, scale_dim] with strides (scale_dim · rows_per_expert, 1, rows_per_expert).
+    """
     slots: Tensor
     """int32 [tokens, k]: each pair's packed row, −1 for none; only of live tokens."""
     counts: Tensor
@@ -51,11 +53,13 @@ class Dispatcher:
 
     def __init__(
         self, device: torch.device, *, experts: int, first_expert: int, top_k: int, row_bytes: int, scale_bytes: int,
-        layout: PackedLayout, max_tokens: int, rank: int = 0, limit_ns: int = LIMIT_NS,
+        layout: PackedLayout, max_tokens: int, column_scales: bool = False, rank: int = 0, limit_ns: int = LIMIT_NS,
     ) -> None:  # fmt: skip
         """`experts` from `first_expert` on are here; other ids are skipped. Sizes are in bytes of a token's row and of
-        its scales.
+        its scales. `column_scales`: these are fp32, and packed by columns.
         """
+        if column_scales:
+            checks.multiple("scale_bytes", scale_bytes, 4, "scales by columns are fp32")
         if not 1 <= experts <= MAX_EXPERTS:
             raise checks.fail("experts", f"is {experts}; must be 1 … {MAX_EXPERTS}")
         if not 1 <= top_k <= MAX_K:
@@ -66,13 +70,14 @@ class Dispatcher:
         from rose_dist.kernels.cute.moe_dispatch_prefill import AssignSlots, ScatterRows  # noqa: PLC0415
 
         self.top_k, self.first_expert, self.rank, self.limit_ns = top_k, first_expert, rank, limit_ns
+        self._layout = layout
         self._barrier = torch.empty(1, dtype=torch.int32, device=device).zero_()
         self.info: DeviceInfo = launch.device(self._barrier)
         self._histograms = torch.empty(self.info.sms, experts, dtype=torch.int32, device=device)
         self.report = sync.WaitReport({ASSIGN_STAGE: STAGES[ASSIGN_STAGE]})
         arch = self.info.arch
         width, scale_width = launch.widest(arch, row_bytes), launch.widest(arch, scale_bytes)
-        common = (experts, top_k, row_bytes, width, scale_bytes, scale_width, layout)
+        common = (experts, top_k, row_bytes, width, scale_bytes, scale_width, column_scales, layout)
         self._decode = {s: jit.load(DispatchDecode(arch, *common, s, DECODE_THREADS)) for s in SPLITS.variants}
         assign = AssignSlots(
             arch, experts, top_k, layout, warps=ASSIGN_WARPS if experts <= 1024 else max(1, ASSIGN_WARPS // 4)
@@ -82,7 +87,7 @@ class Dispatcher:
         self._needs_prefill = self._is_prefill(max_tokens)
         if self._needs_prefill:
             self._assign = jit.load(assign)
-            self._scatter = jit.load(ScatterRows(arch, top_k, tiling, width, scale_bytes, scale_width))
+            self._scatter = jit.load(ScatterRows(arch, top_k, tiling, width, scale_bytes, scale_width, column_scales))
 
     def __call__(
         self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None, out: PackedRows
@@ -90,6 +95,7 @@ class Dispatcher:
         """Dispatch the first `tokens` rows of `x` [tokens, row], or fewer if the device says so: `live_rows` int32 [1].
         `ids` int32 [tokens, top_k].
         """
+        group_rows = self._layout.rows_per_expert or out.x.shape[0]
         if self._is_prefill(tokens):
             pairs = tokens * self.top_k
             blocks = min(self.info.sms, max(1, pairs // self._pairs_per_block))
@@ -97,13 +103,13 @@ class Dispatcher:
                 self._assign, out.slots, ids, live_rows, out.slots, out.counts, out.offsets, self._histograms,
                 self._barrier, self.report.address, self.limit_ns, self.first_expert, tokens, blocks, self.rank,
             )  # fmt: skip
-            launch.run(self._scatter, out.slots, x, scales, out.slots, live_rows, out.x, out.scales, tokens)
+            launch.run(self._scatter, out.slots, x, scales, out.slots, live_rows, out.x, out.scales, group_rows, tokens)
             return
         decode = self._decode[SPLITS.select(tokens * 100 // self.info.sms)]
         readable = (x, scales) if tokens else (out.x, out.scales)
         launch.run(
             decode, out.slots, *readable, ids, live_rows, out.x, out.scales, out.slots, out.counts, out.offsets,
-            self.first_expert, tokens,
+            self.first_expert, group_rows, tokens,
         )  # fmt: skip
 
     def _is_prefill(self, tokens: int) -> bool:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from rose_dist.kernels import checks, launch
 from rose_dist.kernels.arch import DeviceInfo
-from rose_dist.kernels.expert_slots import MAX_PAIRS, PackedChoice
+from rose_dist.kernels.expert_slots import COMPACT, MAX_PAIRS, PackedChoice, PackedLayout
 from rose_dist.kernels.mxfp4 import BLOCK, dequantize_mxfp4
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES, PackedMxfp4
 from rose_dist.kernels.stream_tiling import EXPERT_SHAPES, StreamShape, StreamTiling, stream
-from rose_dist.kernels.swiglu import ALPHA, clamped_swiglu
+from rose_dist.kernels.swiglu import ALPHA, Rows, clamped_swiglu
 from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, gemm
 from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES, WarpgroupShape
 
@@ -36,6 +37,16 @@ class ExpertRows:
     choice: PackedChoice | None = None
     """What the counts were made from, if it was complete before the launch just before the experts' began its own work,
     as where that one packs the rows. Weights are then fetched while it still runs."""
+    layout: PackedLayout = COMPACT
+    """How the rows were packed."""
+    listed: Rows | None = None
+    """The rows that are somebody's, one by one, where the dispatch has a list of them."""
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """int32 [experts]: where each expert's rows end."""
+        ends = torch.empty(self.counts.shape, dtype=torch.int32, device=self.counts.device)
+        return torch.add(self.offsets[: self.counts.shape[0]], self.counts, out=ends)
 
 
 def expert_swiglu(

@@ -42,6 +42,7 @@ from rose_dist.kernels.exchange_layout import FUSED_FORMATS, NVLINK_CHUNK, Excha
 from rose_dist.kernels.exchange_tiling import PARTS
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.formats import FORMATS, FP8, MXFP8, BlockFormat, BlockOutput, Scale, ScaleLayout
+from rose_dist.kernels.fp8_experts import FEW
 from rose_dist.kernels.jit import Kernel
 from rose_dist.kernels.linear_shapes import resident
 from rose_dist.kernels.moe_dispatch import DECODE_THREADS, SCATTER_SHAPE, SPLITS
@@ -87,8 +88,11 @@ MOE_ROWS = (
     (128, 4, 2880, torch.bfloat16, 0, True),
     (256, 8, 7168, torch.bfloat16, 0, False),
     (256, 8, 7168, torch.uint8, 56, False),
+    (128, 4, 2880, torch.uint8, 23, True),
 )
-"""Experts, k, hidden, payload, fp32 scales, bias: GPT-OSS 20b and 120b, DeepSeek-V3 in bf16 and in FP8."""
+"""Experts, k, hidden, payload, fp32 scales, bias: GPT-OSS 20b and 120b, DeepSeek-V3 in bf16 and in FP8, and GPT-OSS
+120b in FP8.
+"""
 
 GPT_OSS_EXCHANGE = ExchangeLayout(
     ranks=2, experts=128, top_k=4, max_tokens=128, row_bytes=5760, scale_bytes=0, result_bytes=5760
@@ -188,6 +192,9 @@ def _activations(arch: Arch) -> Iterator[Kernel]:
             shapes = ACTIVATION_SHAPES if fmt is None else QUANTIZED_ACTIVATION_SHAPES
             for shape in shapes.variants:
                 yield activation_kernel(arch, gate, dtype, columns, shape, width, bias, output)
+                if bias and fmt is FP8:
+                    grouped = BlockOutput(fmt, ScaleLayout.COLUMNS, columns, FEW.rows_per_expert)
+                    yield activation_kernel(arch, gate, dtype, columns, shape, width, bias, grouped, listed=True)
 
 
 def _routers(arch: Arch) -> Iterator[Kernel]:
@@ -206,9 +213,11 @@ def _moe(arch: Arch) -> Iterator[Kernel]:
         copied = (width, scale_bytes, launch.widest(arch, scale_bytes))
         for layout in MOE_LAYOUTS:
             for splits in SPLITS.variants:
-                yield DispatchDecode(arch, experts, k, row_bytes, *copied, layout, splits, DECODE_THREADS)
+                for columns in {False, scales > 0}:
+                    yield DispatchDecode(arch, experts, k, row_bytes, *copied, columns, layout, splits, DECODE_THREADS)
             yield AssignSlots(arch, experts, k, layout, warps=8)
-        yield ScatterRows(arch, k, tile(row_bytes // width, width, SCATTER_SHAPE), *copied)
+        for columns in {False, scales > 0}:
+            yield ScatterRows(arch, k, tile(row_bytes // width, width, SCATTER_SHAPE), *copied, columns)
         for table_width in (0, 3):
             yield MapExperts(arch, experts, k, table_width)
         bf16 = torch.bfloat16

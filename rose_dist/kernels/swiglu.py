@@ -35,6 +35,10 @@ class Rows:
     """int32 [1]: rows from there on are not live."""
     experts: Tensor | None = None
     """int32 [rows]: each row's expert; −1: not live."""
+    places: Tensor | None = None
+    """int32 [places]: the rows to work on, −1 for none, so that dead ones cost nothing. `experts` is then by place."""
+    first_expert: int = 0
+    """`experts` count from there."""
 
 
 ALL_ROWS = Rows()
@@ -74,13 +78,21 @@ def activate_quantized(
     fmt: BlockFormat,
     *,
     layout: ScaleLayout = ScaleLayout.ROWS,
+    group_rows: int = 0,
     global_scale: Tensor | None = None,
     alpha: float = ALPHA,
     limit: float = math.inf,
     bias: Tensor | None = None,
     rows: Rows = ALL_ROWS,
 ) -> tuple[Tensor, Tensor]:
-    """`quantize` of an activation's fp32 result; codes and scales as `quantize` gives them, dead rows unwritten."""
+    """`quantize` of an activation's fp32 result; codes and scales as `quantize` gives them, dead rows unwritten.
+
+    With `group_rows`, a multiple of 4 that divides the rows and needs COLUMNS, each group of rows has its scales to
+    itself: [groups, group_rows, blocks] with strides (blocks · group_rows, 1, group_rows). On a GPU only.
+    """
+    if group_rows and (layout is not ScaleLayout.COLUMNS or group_rows % 4 or gate_up.shape[0] % group_rows):
+        given = f"{gate_up.shape[0]} rows in layout {layout}"
+        raise checks.fail("group_rows", f"is {group_rows}, which {given} can't have")
     if gate is Gate.SILU:
         alpha, limit = 1.0, math.inf
     checks.global_scale(fmt, global_scale, gate_up.device)
@@ -88,8 +100,8 @@ def activate_quantized(
     if not gate_up.is_cuda:
         wide = _reference(gate, gate_up, alpha, limit, bias, rows)
         return quantize(wide, fmt, layout=layout, global_scale=global_scale)
-    codes, scales = launch.empty_quantized(fmt, layout, gate_up.shape[0], columns, gate_up.device)
-    output = BlockOutput(fmt, layout, columns)
+    codes, scales = launch.empty_quantized(fmt, layout, gate_up.shape[0], columns, gate_up.device, group_rows)
+    output = BlockOutput(fmt, layout, columns, group_rows)
     _launch(gate, gate_up, alpha, limit, bias, rows, codes, output=output, scales=scales, global_scale=global_scale)
     return codes, scales
 
@@ -109,6 +121,7 @@ def _activate(gate: Gate, gate_up: Tensor, alpha: float, limit: float, bias: Ten
 
 def _reference(gate: Gate, gate_up: Tensor, alpha: float, limit: float, bias: Tensor | None, rows: Rows) -> Tensor:
     wide = gate_up.float()
+    assert rows.places is None, "rows are listed on a GPU only"
     if bias is not None:
         assert rows.experts is not None
         wide = wide + bias.float()[rows.experts.clamp(min=0).long()]
@@ -124,20 +137,24 @@ def _launch(
 ) -> None:  # fmt: skip
     _check(gate_up, bias, rows)
     count, columns = gate_up.shape[0], gate_up.shape[1] // 2
-    if count == 0:
+    places = count if rows.places is None else rows.places.shape[0]
+    if count == 0 or places == 0:
         return
     device = launch.device(gate_up)
     size = gate_up.element_size()
     pointers = [t.data_ptr() for t in (gate_up, out, bias) if t is not None]
     vector_bytes = launch.widest(device.arch, gate_up.stride(0) * size, columns * size, *pointers)
-    shape = (ACTIVATION_SHAPES if output is None else QUANTIZED_ACTIVATION_SHAPES).select(count // device.sms)
+    shape = (ACTIVATION_SHAPES if output is None else QUANTIZED_ACTIVATION_SHAPES).select(places // device.sms)
     from rose_dist.kernels.cute import swiglu as cute  # noqa: PLC0415 - it loads the compiler
 
-    launcher = cute.launcher(device.arch, gate, gate_up.dtype, columns, shape, vector_bytes, bias is not None, output)
+    launcher = cute.launcher(
+        device.arch, gate, gate_up.dtype, columns, shape, vector_bytes, bias is not None, output,
+        rows.places is not None,
+    )  # fmt: skip
     padded_rows = 0 if output is None else output.layout.padded_rows(count)
     launch.run(
-        launcher, gate_up, gate_up, gate_up.stride(0), bias, rows.experts, rows.live, out, scales, padded_rows,
-        global_scale, count, alpha, limit,
+        launcher, gate_up, gate_up, gate_up.stride(0), bias, rows.experts, rows.first_expert, rows.places, rows.live,
+        out, scales, padded_rows, global_scale, places, alpha, limit,
     )  # fmt: skip
 
 
@@ -148,8 +165,15 @@ def _check(gate_up: Tensor, bias: Tensor | None, rows: Rows) -> None:
     checks.rows("gate_up", gate_up)
     checks.multiple("gate_up's columns", gate_up.shape[1], 32, "16 results are written at a time")
     checks.live_rows(rows.live, gate_up.device)
+    places = gate_up.shape[0]
+    if rows.places is not None:
+        checks.shape("rows.places", rows.places, None)
+        checks.dtype("rows.places", rows.places, torch.int32)
+        checks.same_device("rows.places", rows.places, gate_up.device)
+        checks.dense("rows.places", rows.places, 4)
+        places = rows.places.shape[0]
     if rows.experts is not None:
-        checks.shape("rows.experts", rows.experts, gate_up.shape[0])
+        checks.shape("rows.experts", rows.experts, places)
         checks.dtype("rows.experts", rows.experts, torch.int32)
         checks.same_device("rows.experts", rows.experts, gate_up.device)
         checks.dense("rows.experts", rows.experts, 4)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from rose_dist.kernels.fp8_experts import Fp8Rows, fp8_expert_linear, fp8_expert_swiglu
 from rose_dist.kernels.grouped_linear import grouped_linear
-from rose_dist.kernels.mxfp4 import dequantize_mxfp4
 from rose_dist.kernels.mxfp4_experts import ExpertRows, expert_linear, expert_swiglu
 from rose_dist.kernels.mxfp4_layout import PackedMxfp4
 from rose_dist.kernels.swiglu import clamped_swiglu
+from rose_dist.layers.expert_matrices import DenseMatrix, Fp8Matrix, MoeWeights, PackedMatrix, expert_matrix
 from rose_dist.layers.weights import Piece, Weight, copy_into, length, parameter, share
-
-MoeWeights = Literal["mxfp4", "bf16"]
-"""How the experts' matrices are held in memory: as MXFP4 blocks and scales, or decoded to the activations' dtype."""
 
 MXFP4_BLOCK = 32
 """Values that share a scale; slices of the intermediate dimension are cut at block borders."""
@@ -42,48 +38,6 @@ class ExpertShare:
         return share(size, self.slices, self.slice_index, unit)
 
 
-class DenseMatrix(nn.Module):
-    """One matrix an expert, of the activations' dtype."""
-
-    def __init__(self, experts: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = parameter(experts, outputs, inputs, dtype=dtype)
-
-    def store(self, expert: int) -> Callable[[Tensor], object]:
-        """Takes the matrix as Hugging Face stores it: [1, inputs, outputs]."""
-        return lambda matrix: self.weight[expert].copy_(matrix[0].T)
-
-    def store_packed(self, expert: int) -> Callable[[Tensor, Tensor], object]:
-        """Takes blocks and scales, which are decoded on the device."""
-        target = self.weight[expert]
-
-        def store(blocks: Tensor, scales: Tensor) -> None:
-            target.copy_(dequantize_mxfp4(blocks[0].to(target.device), scales[0].to(target.device), target.dtype))
-
-        return store
-
-
-class PackedMatrix(nn.Module):
-    """One matrix an expert, as MXFP4 in the kernels' order."""
-
-    def __init__(self, experts: int, outputs: int, inputs: int) -> None:
-        super().__init__()
-        empty = PackedMxfp4.empty(experts, outputs, inputs, torch.get_default_device())
-        self.data, self.rescale = (nn.Parameter(t, requires_grad=False) for t in (empty.data, empty.rescale))
-
-    @cached_property
-    def packed(self) -> PackedMxfp4:
-        return PackedMxfp4(self.data, self.rescale)
-
-    def store(self, expert: int) -> Callable[[Tensor], object]:
-        raise ValueError("the checkpoint's experts are bf16 and can't be held as MXFP4; choose --moe-weights bf16")
-
-    def store_packed(self, expert: int) -> Callable[[Tensor, Tensor], object]:
-        """Takes blocks and scales, which are put in order on the device."""
-        device = self.data.device
-        return lambda blocks, scales: self.packed.store(expert, blocks[0].to(device), scales[0].to(device))
-
-
 class Experts(nn.Module):
     """GPT-OSS experts: W2 · swiglu(W1 x + b1) + b2 each, over rows packed by expert."""
 
@@ -104,16 +58,11 @@ class Experts(nn.Module):
         self.limit = limit
         self.stored = stored
         self.part = held.intermediate(intermediate)
+        self.dtype = dtype
         count, width = len(held.experts), length(self.part)
-
-        def matrix(outputs: int, inputs: int) -> DenseMatrix | PackedMatrix:
-            if kept == "mxfp4":
-                return PackedMatrix(count, outputs, inputs)
-            return DenseMatrix(count, outputs, inputs, dtype)
-
-        self.gate_up_proj = matrix(2 * width, hidden)
+        self.gate_up_proj = expert_matrix(kept, count, 2 * width, hidden, dtype)
         self.gate_up_proj_bias = parameter(count, 2 * width, dtype=dtype)
-        self.down_proj = matrix(hidden, width)
+        self.down_proj = expert_matrix(kept, count, hidden, width, dtype)
         # Of an expert's slices the first adds the bias: the sum over the ranks then holds it once.
         self.down_proj_bias = parameter(count, hidden, dtype=dtype) if held.slice_index == 0 else None
 
@@ -122,13 +71,24 @@ class Experts(nn.Module):
         """What `forward` reads first, if it is MXFP4."""
         return self.gate_up_proj.packed if isinstance(self.gate_up_proj, PackedMatrix) else None
 
-    def forward(self, x: Tensor, rows: ExpertRows) -> Tensor:
-        """[rows, hidden] packed by local expert → [rows, hidden]."""
+    @property
+    def late_bias(self) -> Tensor | None:
+        """What `forward` leaves to combine: [experts, hidden], to be added to each expert's rows."""
+        return self.down_proj_bias if isinstance(self.down_proj, Fp8Matrix) else None
+
+    def forward(self, x: Tensor, rows: ExpertRows, scales: Tensor | None = None) -> Tensor:
+        """[rows, hidden] packed by local expert → [rows, hidden], to which `late_bias` is to be added. With FP8
+        matrices rows may be quantised already, as `Fp8Rows` says; on a GPU they must be.
+        """
         first, second = self.gate_up_proj, self.down_proj
         b1, b2 = self.gate_up_proj_bias, self.down_proj_bias
         if isinstance(first, PackedMatrix) and isinstance(second, PackedMatrix):
             activated = expert_swiglu(x, first.packed, b1, rows, limit=self.limit)
             return expert_linear(activated, second.packed, b2, rows, early=True)
+        if isinstance(first, Fp8Matrix) and isinstance(second, Fp8Matrix):
+            given = Fp8Rows.of(x) if scales is None else Fp8Rows(x, scales)
+            quantised = fp8_expert_swiglu(given, first.weight, b1, rows, limit=self.limit, dtype=self.dtype)
+            return fp8_expert_linear(quantised, second.weight, rows, self.dtype)
         assert isinstance(first, DenseMatrix)
         assert isinstance(second, DenseMatrix)
         activated = clamped_swiglu(grouped_linear(x, first.weight, b1, rows), limit=self.limit)

@@ -7,14 +7,17 @@ import math
 import torch
 from torch import Tensor, nn
 
-from rose_dist.comm.all_to_all.protocol import AllToAll, Routing
+from rose_dist.comm.all_to_all.protocol import AllToAll, Dispatched, Routing
 from rose_dist.kernels.combine_norm import combine_norm
 from rose_dist.kernels.combine_norm import takes as takes_rows
+from rose_dist.kernels.formats import FP8
 from rose_dist.kernels.moe_dispatch import PackedRows
 from rose_dist.kernels.mxfp4_experts import ExpertRows
+from rose_dist.kernels.quantize import quantize
 from rose_dist.kernels.route_rows import route_rows
 from rose_dist.kernels.route_rows import takes as takes_router
 from rose_dist.kernels.routing import Router, route
+from rose_dist.kernels.swiglu import Rows
 from rose_dist.layers.expert_map import ExpertMap
 from rose_dist.layers.experts import Experts
 from rose_dist.layers.linear import Linear
@@ -40,13 +43,29 @@ class MoE(nn.Module):
         """[tokens, hidden] → [tokens, hidden], complete on every rank; rows from `live_rows` on hold anything."""
         chosen = route(self.router(x), self.rule, live_rows=live_rows)
         routing = Routing(self.expert_map(chosen.ids, live_rows), chosen.weights)
-        dispatched = self.exchange.dispatch(x, routing, rows=live_rows)
-        most = self._most_rows(x.shape[0])
-        rows = ExpertRows(dispatched.counts, dispatched.offsets, most, dispatched.choice)
-        expert_out = self.experts(dispatched.x, rows)
+        dispatched = self._dispatch(x, routing, live_rows)
+        rows = ExpertRows(
+            dispatched.counts, dispatched.offsets, self._most_rows(x.shape[0]), dispatched.choice, dispatched.layout,
+            self._listed(dispatched, routing),
+        )  # fmt: skip
+        expert_out = self.experts(dispatched.x, rows, dispatched.scales)
         out = torch.empty_like(x)
-        self.exchange.combine(expert_out, dispatched, out=out)
+        self.exchange.combine(expert_out, dispatched, out=out, bias=self.experts.late_bias)
         return out
+
+    def _dispatch(self, x: Tensor, routing: Routing, live_rows: Tensor | None) -> Dispatched:
+        """Rows travel in FP8 where the exchange has room for scales: they are quantised once, not once an expert."""
+        if not self.exchange.config.scale_dim:
+            return self.exchange.dispatch(x, routing, rows=live_rows)
+        codes, scales = quantize(x, FP8, live_rows=live_rows)
+        return self.exchange.dispatch(codes, routing, scales=scales, rows=live_rows)
+
+    def _listed(self, dispatched: Dispatched, routing: Routing) -> Rows | None:
+        """Experts that take quantised rows go by the pairs, and not by rows of which many are padding."""
+        if dispatched.scales is None or dispatched.slots is None:
+            return None
+        first = self.exchange.local_experts.start
+        return Rows(places=dispatched.slots.flatten(), experts=routing.ids.flatten(), first_expert=first)
 
     @property
     def takes_few(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rose_dist.comm.world import Groups
-from rose_dist.layers.experts import MoeWeights
+from rose_dist.layers.expert_matrices import MoeWeights
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class BuildOptions:
     max_rows: most rows of logits of one step.
     redundant_experts: slots of each layer beyond one an expert, for copies of popular experts.
     dtype: of weights and activations.
-    moe_weights: how the experts' matrices are held; MXFP4 only of checkpoints that store it.
+    moe_weights: how the experts' matrices are held; MXFP4 only of checkpoints that store it, FP8 of any.
     """
 
     groups: Groups

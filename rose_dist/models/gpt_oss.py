@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +16,8 @@ from rose_dist.comm.gpu_group import GpuGroup
 from rose_dist.comm.layout import Layout, LayoutError
 from rose_dist.comm.symmetric_memory import SymmetricMemory
 from rose_dist.comm.tensor_group import TensorGroup
+from rose_dist.kernels.formats import FP8
+from rose_dist.kernels.fp8_experts import FEW, MANY, require
 from rose_dist.kernels.linear_add import MAX_ROWS
 from rose_dist.layers.attention import Attention, HeadShare
 from rose_dist.layers.embedding import OutputHead, VocabParallelEmbedding
@@ -212,16 +216,32 @@ def _exchange(config: GptOssConfig, options: BuildOptions, tp: TensorGroup) -> A
         max_tokens=options.max_tokens,
         dtype=options.dtype,
     )
-    if options.device.type == "cpu":
-        return create_all_to_all(sizes, options.groups)
     groups = options.groups
+    if options.device.type == "cpu":
+        return create_all_to_all(sizes, groups)
     gpu = GpuOptions(device=options.device, rank=groups.place.rank)
+    if options.moe_weights == "fp8":
+        sizes, gpu = fp8_exchange(sizes, gpu, groups.layout)
     memory = None
     if groups.layout.moe_mode == "data_parallel":
         tp_size, network = groups.layout.tp, not groups.topology.one_domain
         size = region_bytes(sizes, groups.ep.size, tp=tp_size, network=network)
         memory = SymmetricMemory(groups.ep, options.device, size, groups.topology.far)
     return create_all_to_all(sizes, groups, gpu, tp.reduce if isinstance(tp, GpuGroup) else None, memory)
+
+
+def fp8_exchange(sizes: AllToAllConfig, gpu: GpuOptions, layout: Layout) -> tuple[AllToAllConfig, GpuOptions]:
+    """The same with rows in FP8, packed as the experts' kernels want them. Raises `LayoutError` where these can't be
+    had, and as `fp8_experts.require` does.
+    """
+    if layout.moe_mode == "data_parallel":
+        raise LayoutError(
+            f"--moe-weights fp8 with {layout}: on GPUs experts can't be spread over replicas yet, because rows would "
+            "be packed for the most that all replicas may send; choose an ep that divides tp, or --moe-weights mxfp4"
+        )
+    require(gpu.device)
+    travelling = replace(sizes, dtype=FP8.codes_dtype(), out_dtype=sizes.dtype, scale_dim=FP8.blocks(sizes.hidden))
+    return travelling, replace(gpu, layout=MANY, few_layout=FEW, column_scales=True, late_bias=True)
 
 
 def check_layout(config: GptOssConfig, layout: Layout, redundant_experts: int = 0) -> None:

@@ -8,9 +8,12 @@ import zlib
 import torch
 from torch import Tensor, nn
 
+from rose_dist.kernels.fp8_experts import BLOCK as FP8_BLOCK
 from rose_dist.kernels.mxfp4 import BLOCK, MAGNITUDES, SCALE_BIAS
 from rose_dist.kernels.mxfp4_layout import CODE_BYTES, EXPONENT_BIAS
 
+_FP8_CODES_STD = 64.0
+"""So that no code of a normal distribution reaches the largest, 448."""
 _RMS_OF_UNIFORM_CODES = math.sqrt(sum(m * m for m in MAGNITUDES) / 8)
 
 
@@ -39,6 +42,10 @@ def _fill(name: str, parameter: Tensor, generator: torch.Generator) -> None:
         _fill_packed(parameter, generator)
     elif name.endswith("rescale"):
         parameter.fill_(1.0)
+    elif name.endswith("proj.codes"):
+        _fill_fp8(parameter, generator)
+    elif name.endswith("proj.scales"):
+        parameter.fill_(1 / (_FP8_CODES_STD * math.sqrt(parameter.shape[-1] * FP8_BLOCK)))
     elif name.endswith(("embed_tokens.weight", "sinks")):
         parameter.normal_(generator=generator)
     else:
@@ -52,3 +59,10 @@ def _fill_packed(data: Tensor, generator: torch.Generator) -> None:
     for expert in data:
         expert.view(torch.int64).random_(generator=generator)
         expert[..., CODE_BYTES:].random_(middle - 1, middle + 2, generator=generator)
+
+
+def _fill_fp8(codes: Tensor, generator: torch.Generator) -> None:
+    """Normally distributed, one expert at a time."""
+    for expert in codes:
+        normal = torch.empty(expert.shape, device=codes.device).normal_(std=_FP8_CODES_STD, generator=generator)
+        expert.copy_(normal.to(torch.float8_e4m3fn).view(torch.uint8))

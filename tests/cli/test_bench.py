@@ -44,8 +44,10 @@ def test_the_floor_counts_touched_experts_once(folder: Path) -> None:
         assert floor_bytes(model, batch, 100, share) == pytest.approx(expected)
 
 
-def test_decode_runs_without_a_prefill_and_leaves_its_figures(folder: Path) -> None:
+@pytest.mark.parametrize("kind", ["auto", "fp8"])
+def test_decode_runs_without_a_prefill_and_leaves_its_figures(folder: Path, kind: str) -> None:
     arguments = [str(folder), "--load-format", "random", "--batch", "2", "--context", "40", "--steps", "3"]
+    arguments += ["--moe-weights", kind]
     found = CliRunner().invoke(command, ["decode", *arguments, "--no-profile", "--results", str(folder / "out")])
     assert found.exit_code == 0, found.output
     figures = json.loads((folder / "out" / "decode.json").read_text())
@@ -54,3 +56,10 @@ def test_decode_runs_without_a_prefill_and_leaves_its_figures(folder: Path) -> N
     assert row["tok_s"] == pytest.approx(2e3 / row["ms_step"])
     assert 0 < row["experts_touched"] <= 1
     assert figures["context"] == 40
+
+
+def test_prefill_with_fp8_experts(folder: Path) -> None:
+    arguments = [str(folder), "--load-format", "random", "--prompt-tokens", "9", "--rounds", "1", "--no-profile"]
+    found = CliRunner().invoke(command, ["prefill", *arguments, "--moe-weights", "fp8"])
+    assert found.exit_code == 0, found.output
+    assert "prompt_tokens" in found.output

@@ -15,6 +15,7 @@ from rose_dist.comm.layout import Layout
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.moe_dispatch import PackedRows
 from tests.comm.oracle import Batch, Case, expected_out, expected_rows, run_experts
+from tests.comm.oracle import expert as one_expert
 from tests.comm.test_all_to_all import BF16, CASES, FP8, same_bits
 from tests.kernels.conftest import gpu  # noqa: F401
 
@@ -68,6 +69,58 @@ def test_matrix(gpu: Any, name: str) -> None:  # noqa: F811
 def test_layouts(gpu: Any, layout: PackedLayout) -> None:  # noqa: F811
     case = Case(tokens=(9,), dtype=FP8, out_dtype=BF16, scale_dim=3, hidden=2880)
     once(gpu, Local(case.config, gpu=GpuOptions(device=DEVICE, layout=layout)), case)
+
+
+def test_few_tokens_have_a_layout_of_their_own(gpu: Any) -> None:  # noqa: F811
+    """With scales by columns: [experts, rows, scales] for few tokens, [rows, scales] for more."""
+    few, many = PackedLayout(16, 16), PackedLayout(16)
+    options = GpuOptions(device=DEVICE, layout=many, few_layout=few, column_scales=True)
+    case = Case(tokens=(20,), dtype=FP8, out_dtype=BF16, scale_dim=3, hidden=64)
+    moe = Local(case.config, gpu=options)
+    for tokens, layout in ((9, few), (16, few), (20, many), (3, few)):
+        batch = Batch.of(replace(case, tokens=(tokens,)), 0)
+        routing = Routing(gpu.tensor(batch.routing.ids), gpu.tensor(batch.routing.weights))
+        dispatched = moe.dispatch(gpu.tensor(batch.x), routing, scales=moved(gpu, batch.scales))
+        rows = dispatched.x.shape[0]
+        assert dispatched.layout == layout
+        assert rows == layout.capacity(tokens * case.top_k, case.experts)
+        scales = dispatched.scales
+        assert scales is not None
+        assert scales.stride()[-2:] == (1, 16 if layout == few else rows)
+        assert tuple(scales.shape) == ((case.experts, 16, 3) if layout == few else (rows, 3))
+        plain = replace(
+            dispatched, x=gpu.plain(dispatched.x), counts=gpu.plain(dispatched.counts),
+            offsets=gpu.plain(dispatched.offsets), scales=gpu.plain(scales).reshape(rows, 3),
+        )  # fmt: skip
+        check_rows(replace(case, tokens=(tokens,)), batch, plain)
+        del dispatched, plain  # its buffers are free again
+    most = moe.gpu._buffers(DEVICE).x.shape[0] if moe.gpu is not None else 0
+    assert most == max(few.capacity(16 * 4, 8), many.capacity(20 * 4, 8))
+
+
+def test_combine_adds_a_bias(gpu: Any) -> None:  # noqa: F811
+    """Each expert's, weighted as its row; a part of the experts, so that ids don't count from 0."""
+    case = Case(tokens=(7,), routing="skips", experts=4)
+    batch, local = Batch.of(case, 0), range(1, 3)
+    bias = torch.randn(2, case.hidden)
+    for on_gpu in (False, True):
+        place = gpu.tensor if on_gpu else torch.clone
+        moe = Local(case.config, local, gpu=GpuOptions(device=DEVICE))
+        routing = Routing(place(batch.routing.ids), place(batch.routing.weights))
+        dispatched = moe.dispatch(place(batch.x), routing)
+        plain = replace(
+            dispatched, x=gpu.plain(dispatched.x), counts=gpu.plain(dispatched.counts),
+            offsets=gpu.plain(dispatched.offsets),
+        )  # fmt: skip
+        results, out = run_experts(case, plain, local, 0), place(torch.zeros(7, case.hidden))
+        moe.combine(place(results), dispatched, out=out, bias=place(bias))
+        for token, ids in enumerate(batch.routing.ids.tolist()):
+            total = torch.zeros(case.hidden)
+            for j, number in enumerate(ids):
+                if number in local:
+                    row = one_expert(batch.x[token], number, 0, torch.float32) + bias[number - 1]
+                    total += batch.routing.weights[token, j] * row
+            torch.testing.assert_close(gpu.plain(out)[token], total)
 
 
 def test_dispatches_in_flight(gpu: Any) -> None:  # noqa: F811

@@ -87,6 +87,34 @@ def test_dispatch_and_combine(layout: Layout, name: str, monkeypatch: pytest.Mon
     assert all(same_bits(out, expected_out(case, batch, layout)) for out in outs)
 
 
+@pytest.mark.parametrize("tokens", [5, 20], ids=["one launch", "several"])
+def test_combine_adds_a_bias(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sliced experts' ranks the first adds it, so that the sum has it once."""
+    case, layout = Case(tokens=(tokens,), hidden=64, dtype=BF16), Layout(2, tp=2, dp=1, ep=1)
+    monkeypatch.setattr(all_reduce, "ONE_SHOT_BYTES", {2: 10 * 64 * 4})
+    sizes = Sizes(2, case.hidden, case.dtype, tokens, SMS)
+    cluster, batch = Cluster(2, sizes.region_bytes, monkeypatch), Batch.of(case, 0)
+    bias = torch.randn(case.experts, case.hidden).to(BF16)
+    options, waiting, outs = GpuOptions(device=DEVICE, late_bias=True), [], []
+    for rank in range(2):
+        with cluster.on(rank):
+            reduce = AllReduce(sizes, DEVICE, rank, tuple(cluster.peers.addresses[:2]))
+            moe = TensorParallel(case.config, Group(None), range(case.experts), options, reduce)
+            routing = Routing(cluster.tensor(batch.routing.ids), cluster.tensor(batch.routing.weights))
+            waiting.append((moe, moe.dispatch(cluster.tensor(batch.x), routing)))
+    cluster.peers.run()
+    for rank, (moe, dispatched) in enumerate(waiting):
+        with cluster.on(rank):
+            results = cluster.tensor(run_experts(case, dispatched, moe.local_experts, layout.at(rank).expert_slice))
+            outs.append(cluster.tensor(batch.before))
+            moe.combine(results, dispatched, out=outs[-1], bias=cluster.tensor(bias) if rank == 0 else None)
+    cluster.peers.run()
+    added = (batch.routing.weights[:, :, None] * bias.float()[batch.routing.ids.long()]).sum(1)
+    for out in outs:
+        wanted = expected_out(case, batch, layout).float() + added
+        assert (out.as_subclass(torch.Tensor).float() - wanted).norm() < 5e-3 * wanted.norm()
+
+
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = Sizes(2, 64, BF16, 4, SMS)
     cluster = Cluster(2, sizes.region_bytes, monkeypatch)

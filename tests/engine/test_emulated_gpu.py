@@ -5,6 +5,7 @@ operations run as they are. Shows that layers hand the kernels what they take, a
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,17 @@ from rose_dist.engine.decode_graphs import DecodeGraphs
 from rose_dist.engine.paged_planner import PagedPlanner
 from rose_dist.engine.runner import ModelRunner
 from rose_dist.engine.step import SequenceStep, Step
-from rose_dist.kernels import paged_prefill
+from rose_dist.kernels import deep_gemm, fp8_experts, paged_prefill
+from rose_dist.kernels.arch import HOPPER, DeviceInfo
 from rose_dist.kernels.paged_attention import DecodeWorkspace
-from rose_dist.layers.experts import PackedMatrix
+from rose_dist.layers.expert_matrices import MoeWeights, PackedMatrix
 from rose_dist.layers.forward_batch import KVStorage
 from rose_dist.models.build_options import BuildOptions
 from rose_dist.models.convert.random_weights import PRESETS, write_random_checkpoint
-from rose_dist.models.gpt_oss import GptOssForCausalLM
+from rose_dist.models.gpt_oss import GptOssForCausalLM, fp8_exchange
 from rose_dist.models.loader import load_model
 from tests.kernels.conftest import emulated
+from tests.kernels.deep_gemm_emulation import EmulatedDeepGemm
 
 CONFIG = PRESETS["tiny"] | {
     "num_hidden_layers": 2, "num_experts": 4, "experts_per_token": 2, "vocab_size": 64, "head_dim": 64,
@@ -67,7 +70,7 @@ def resident(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return settle
 
 
-def moved(model: GptOssForCausalLM, place: Any) -> None:
+def moved(model: GptOssForCausalLM, place: Any, way: str) -> None:
     """Put the weights into emulated memory, and give the model the exchange of a GPU."""
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
@@ -83,21 +86,26 @@ def moved(model: GptOssForCausalLM, place: Any) -> None:
         expert_map.load = place(expert_map.load)
     exchange = model.model.exchange
     assert isinstance(exchange, Local)
-    on_gpu = Local(exchange.config, gpu=GpuOptions(device=torch.device("cuda", 0)))
+    sizes, gpu = exchange.config, GpuOptions(device=torch.device("cuda", 0))
+    if way != "mxfp4":
+        sizes, gpu = fp8_exchange(sizes, gpu, Layout.of(1))
+    if way == "fp8, as many tokens are":
+        gpu = replace(gpu, few_layout=None)
+    on_gpu = Local(sizes, gpu=gpu)
     for layer in model.model.layers:
         assert isinstance(layer, nn.Module)
         layer.mlp.exchange = on_gpu
 
 
 def emulated_runner(
-    folder: Path, options: BuildOptions, monkeypatch: pytest.MonkeyPatch
+    folder: Path, options: BuildOptions, monkeypatch: pytest.MonkeyPatch, way: str = "mxfp4"
 ) -> tuple[ModelRunner, Any, Callable[[torch.Tensor], torch.Tensor]]:
     """A runner whose model, cache and inputs are on an emulated GPU, that, and what moves a tensor there."""
     model = load_model(folder, options)
     runner = ModelRunner(model, SIZES)
     gpu = emulated(monkeypatch, "sm_90a")
     place = resident(gpu, monkeypatch)
-    moved(model, place)
+    moved(model, place, way)
     runner.storages = [KVStorage(place(s.keys), place(s.values)) for s in runner.storages]
     runner.sampled = place(torch.tensor([7, 9, 0, 0]))
     runner._workspace = DecodeWorkspace.allocate(
@@ -118,11 +126,19 @@ def emulated_runner(
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("experts", [4, 32])
-def test_a_decode_step_is_that_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experts: int) -> None:
-    """With 32 experts its few rows go through the layers' short way."""
+@pytest.mark.parametrize(
+    ("way", "experts"), [("mxfp4", 4), ("mxfp4", 32), ("fp8", 4), ("fp8", 32), ("fp8, as many tokens are", 4)]
+)
+def test_steps_are_those_of_the_cpu(way: str, experts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill and decode. With 32 experts a decode step's few rows go through the layers' short way, in MXFP4. FP8:
+    what the GPU computes is what the CPU's reference does, rounded in the same places.
+    """
     write_random_checkpoint(CONFIG | {"num_experts": experts}, tmp_path)
-    options = BuildOptions(World.join().groups(Layout.of(1)), 32, torch.bfloat16, moe_weights="mxfp4")
+    kind: MoeWeights = "mxfp4" if way == "mxfp4" else "fp8"
+    options = BuildOptions(World.join().groups(Layout.of(1)), 32, torch.bfloat16, moe_weights=kind)
+    library = EmulatedDeepGemm()
+    monkeypatch.setattr(deep_gemm, "load", lambda: library)
+    monkeypatch.setattr(fp8_experts, "device_info", lambda index: DeviceInfo(HOPPER, 4))
     plain = ModelRunner(load_model(tmp_path, options), SIZES)
     prefill = Step([SequenceStep([1, 2, 3, 4, 5] * 4, 0, [(0, [3, 5]), (0, [2, 4])], True)])
     decode = Step(
@@ -135,7 +151,7 @@ def test_a_decode_step_is_that_of_the_cpu(tmp_path: Path, monkeypatch: pytest.Mo
     assert expected_first is not None
     assert expected is not None
 
-    runner, gpu, place = emulated_runner(tmp_path, options, monkeypatch)
+    runner, gpu, place = emulated_runner(tmp_path, options, monkeypatch, way)
     model, storages, workspace = runner.model, runner.storages, runner._workspace
     first = runner.run(prefill)
     assert_alike(first, expected_first)
@@ -151,8 +167,13 @@ def test_a_decode_step_is_that_of_the_cpu(tmp_path: Path, monkeypatch: pytest.Mo
     found = DecodeGraphs(model, batch, (3,)).run(named)
     assert_alike(found, expected)
     ran, decoded = ([type(kernel).__name__ for kernel in gpu.kernels[at:]] for at in (0, before))
-    assert set(ran) >= {"Embed", "RMSNorm", "QKNormRope", "SmallLinear", "DecodeAttention", "ExpertLinear"}, ran
-    if experts == 4:
+    assert set(ran) >= {"Embed", "RMSNorm", "QKNormRope", "SmallLinear", "DecodeAttention"}, ran
+    if kind == "fp8":
+        assert set(ran) >= {"Quantize", "GatedActivation"}, ran
+        # Two steps of two layers with two products each.
+        assert library.calls == ["masked" if way == "fp8" else "contiguous"] * 8
+        assert "RouteRows" not in decoded, decoded
+    elif experts == 4:
         assert set(decoded) >= {"LinearRotary", "Route", "DispatchDecode", "Combine"}, decoded
         streamed = [kernel for kernel in gpu.kernels if type(kernel).__name__ == "ExpertLinear"]
         early = {kernel.gated for kernel in streamed if kernel.top_k == 2}

@@ -22,6 +22,7 @@ class Case:
     top_k: int = 4
     row_bytes: int = 64
     scale_bytes: int = 0
+    column_scales: bool = False
     routing: str = "uniform"
     layout: PackedLayout = COMPACT
     live: int | None = None
@@ -74,6 +75,12 @@ CASES = {
     "S-2880 with a part of the experts": Case(row_bytes=5760, tokens=3, first_expert=3, held=4),
     "S-16384": Case(row_bytes=32768, tokens=2, top_k=2),
     "fp8 with scales": Case(row_bytes=2880, scale_bytes=92, tokens=3),
+    "fp8 with scales by columns": Case(
+        row_bytes=2880, scale_bytes=92, tokens=9, layout=CONTIGUOUS, column_scales=True
+    ),
+    "fp8 with scales by columns, masked": Case(
+        row_bytes=2880, scale_bytes=92, tokens=9, layout=PackedLayout(16, 16), column_scales=True, routing="skips",
+    ),
     "one-byte scales": Case(row_bytes=48, scale_bytes=3),
     "contiguous": Case(layout=CONTIGUOUS, tokens=9),
     "contiguous, skips": Case(layout=CONTIGUOUS, tokens=9, routing="skips"),
@@ -99,6 +106,7 @@ class Run:
         self.dispatcher = Dispatcher(
             device, experts=self.held, first_expert=case.first_expert, top_k=case.top_k, row_bytes=case.row_bytes,
             scale_bytes=case.scale_bytes, layout=case.layout, max_tokens=max(case.tokens, 1),
+            column_scales=case.column_scales,
         )  # fmt: skip
         if prefill:
             self.dispatcher._pairs_per_block = 13  # several blocks for few pairs
@@ -131,7 +139,16 @@ class Run:
         expected[slots[:live][held].long()] = x[tokens]
         assert torch.equal(packed, expected), "rows that no pair has must stay as they were"
         if case.scale_bytes:
-            assert torch.equal(gpu.plain(self.out.scales)[slots[:live][held].long()], scales[tokens])
+            packed_scales = gpu.plain(self.out.scales)
+            if case.column_scales:
+                packed_scales = by_rows(packed_scales, case)
+            assert torch.equal(packed_scales[slots[:live][held].long()], scales[tokens])
+
+
+def by_rows(packed: torch.Tensor, case: Case) -> torch.Tensor:
+    """Bytes [rows, scales] of fp32 scales that stand by columns."""
+    words = packed.view(torch.int32).view(-1, case.scale_bytes // 4, case.layout.rows_per_expert or packed.shape[0])
+    return words.transpose(1, 2).reshape(-1, case.scale_bytes // 4).contiguous().view(torch.uint8)
 
 
 @pytest.mark.parametrize("prefill", [False, True], ids=["decode", "prefill"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rose_dist.kernels.errors import KernelArgumentError
-from rose_dist.kernels.formats import FP8, MXFP4, MXFP8, NVFP4, BlockFormat
+from rose_dist.kernels.formats import FP8, MXFP4, MXFP8, NVFP4, BlockFormat, ScaleLayout
 from rose_dist.kernels.quantize import dequantize, reference
 from rose_dist.kernels.swiglu import Gate, Rows, activate_quantized, clamped_swiglu, silu_mul
 
@@ -81,6 +81,38 @@ def test_quantised_output(gpu: Any, gate: Gate, fmt: BlockFormat) -> None:
     assert same > 0.998
     got = gpu.plain(dequantize(codes, scales, fmt, dtype=torch.float32))
     assert (got - wanted).abs().max() < wanted.abs().max() * (0.3 if fmt is MXFP4 else 0.13)
+
+
+def test_rows_by_list(gpu: Any) -> None:
+    """As a dispatch leaves them: −1 for none, experts by place, other ranks' and dead tokens' ids beyond those here."""
+    x, bias = (torch.randn(9, 2 * 256) * 3).bfloat16(), torch.randn(3, 2 * 256).bfloat16()
+    places, ids = torch.tensor([7, -1, 0, 3, 5]).int(), torch.tensor([12, 4, 10, 11, -1]).int()
+    rows = Rows(places=gpu.tensor(places), experts=gpu.tensor(ids), first_expert=10)
+    out = gpu.plain(clamped_swiglu(gpu.tensor(x), limit=LIMIT, bias=gpu.tensor(bias), rows=rows))
+    live = [7, 0, 3]
+    assert_close(out[live], exact(Gate.CLAMPED_SWIGLU, x.double()[live] + bias.double()[[2, 0, 1]]))
+    assert (out[[1, 2, 4, 5, 6, 8]].view(torch.int16) == -23131).all()  # 0xA5A5: never written
+    many = Rows(places=gpu.tensor(torch.arange(8).repeat(9 * gpu.info.sms).int()))
+    assert_close(
+        gpu.plain(clamped_swiglu(gpu.tensor(x), limit=LIMIT, rows=many))[:8], exact(Gate.CLAMPED_SWIGLU, x[:8])
+    )
+
+
+def test_scales_of_groups_of_rows(gpu: Any) -> None:
+    """[groups, group rows, blocks] by columns, as DeepGEMM's masked GEMM wants them; dead rows have none."""
+    x, experts = (torch.randn(16, 2 * 320) * 3).bfloat16(), torch.tensor([0, 0, 0, -1, -1, -1, -1, -1] * 2).int()
+    rows = Rows(experts=gpu.tensor(experts))
+    codes, scales = activate_quantized(
+        Gate.CLAMPED_SWIGLU, gpu.tensor(x), FP8, layout=ScaleLayout.COLUMNS, group_rows=8, limit=LIMIT, rows=rows
+    )
+    assert (tuple(scales.shape), scales.stride()) == ((2, 8, 3), (24, 1, 8))
+    plain_codes, plain_scales = activate_quantized(Gate.CLAMPED_SWIGLU, gpu.tensor(x), FP8, limit=LIMIT, rows=rows)
+    live = experts >= 0
+    assert torch.equal(gpu.plain(scales).reshape(16, 3)[live], gpu.plain(plain_scales)[live])
+    assert torch.equal(*(gpu.plain(c).view(torch.uint8)[live] for c in (codes, plain_codes)))
+    assert (gpu.plain(scales).reshape(16, 3)[~live].view(torch.int32) == -0x5A5A5A5B).all(), "never written"
+    with pytest.raises(KernelArgumentError, match="group_rows: is 5"):
+        activate_quantized(Gate.SILU, gpu.tensor(x), FP8, layout=ScaleLayout.COLUMNS, group_rows=5)
 
 
 @pytest.mark.parametrize("gate", list(Gate))

@@ -17,12 +17,13 @@ from rose_dist.engine.protocol import Generate, SamplingParams
 from rose_dist.engine.request import Request
 from rose_dist.engine.runner import ModelRunner
 from rose_dist.engine.step import SequenceStep, Step
+from rose_dist.layers.expert_matrices import MoeWeights
 from rose_dist.models.build_options import BuildOptions
 from rose_dist.models.loader import load_model
 
 
 def all_logits(
-    world: World, folder: Path, sizes: dict[str, int], prompts: list[list[int]], chunk: int
+    world: World, folder: Path, sizes: dict[str, int], prompts: list[list[int]], chunk: int, kind: MoeWeights = "bf16"
 ) -> dict[int, npt.NDArray[np.float32]] | None:
     """fp32 [tokens, vocabulary] by prompt, on leaders; None on other ranks.
 
@@ -31,7 +32,7 @@ def all_logits(
     layout = Layout.of(world.size, **sizes)
     groups = world.groups(layout)
     config = EngineConfig(folder, kv_tokens=8192, max_step_tokens=chunk, max_running=1, prefix_cache=False)
-    model = load_model(folder, BuildOptions(groups, chunk))
+    model = load_model(folder, BuildOptions(groups, chunk, moe_weights=kind))
     runner = ModelRunner(model, config)
     steps = sum(-(-len(prompt) // chunk) for prompt in prompts)
     order = range(min(groups.place.dp_rank, len(prompts)), len(prompts))

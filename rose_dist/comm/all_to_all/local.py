@@ -83,6 +83,15 @@ class Local(AllToAll):
         handle.enter(self, "dispatch_recv")
         return handle.dispatched()
 
+    def combine(
+        self, expert_out: torch.Tensor, dispatched: Dispatched, *, out: torch.Tensor, accumulate: bool = False,
+        bias: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        handle = dispatched.handle
+        if isinstance(handle, GpuHandle):
+            handle.bias, bias = bias, None  # the kernel that sums adds it
+        super().combine(expert_out, dispatched, out=out, accumulate=accumulate, bias=bias)
+
     def combine_send(self, expert_out: torch.Tensor, dispatched: Dispatched) -> None:
         handle = dispatched.handle
         assert isinstance(handle, LocalHandle | GpuHandle)
@@ -103,7 +112,9 @@ class Local(AllToAll):
     @property
     def packs_only(self) -> bool:
         whole = len(self.local_experts) == self.config.num_experts
-        return self.gpu is not None and whole and not self.config.scale_dim and self.gpu.layout == PackedLayout()
+        return (
+            self.gpu is not None and whole and not self.config.scale_dim and self.gpu.options.layout == PackedLayout()
+        )
 
     def dispatch_packed(self, tokens: int, pack: Callable[[PackedRows], Routing]) -> Dispatched:
         handle = self._on_gpu().packed_by(self, tokens, pack)

@@ -10,7 +10,7 @@ import torch
 
 from rose_dist.comm.all_to_all.packing import check_live
 from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig, Dispatched, Handle, Routing
-from rose_dist.kernels.expert_slots import PackedChoice, PackedLayout
+from rose_dist.kernels.expert_slots import COMPACT, PackedChoice, PackedLayout
 from rose_dist.kernels.moe_combine import combine
 from rose_dist.kernels.moe_dispatch import Dispatcher, PackedRows
 
@@ -22,6 +22,12 @@ class GpuOptions:
     device: torch.device
     layout: PackedLayout = field(default_factory=PackedLayout)
     """As the grouped GEMM wants the rows."""
+    few_layout: PackedLayout | None = None
+    """As it wants them of up to `rows_per_expert` tokens; None: as always."""
+    column_scales: bool = False
+    """Scales, which are fp32, stand by columns: `PackedRows.scales`."""
+    late_bias: bool = False
+    """`combine` will be given a bias."""
     in_flight: int = 1
     """Dispatches that may wait for their combine at once; each has its own buffers."""
     rank: int = 0
@@ -34,12 +40,16 @@ class GpuHandle(Handle):
     packed: PackedRows
     choice: PackedChoice | None = None
     live_rows: torch.Tensor | None
+    layout: PackedLayout
     expert_out: torch.Tensor
+    bias: torch.Tensor | None = None
     release: Callable[[], object]
 
     def dispatched(self) -> Dispatched:
         packed = self.packed
-        return Dispatched(packed.x, packed.scales, packed.counts, packed.offsets, self, self.choice)
+        return Dispatched(
+            packed.x, packed.scales, packed.counts, packed.offsets, self, self.choice, self.layout, packed.slots
+        )
 
 
 class LocalGpu:
@@ -48,24 +58,30 @@ class LocalGpu:
     """
 
     def __init__(self, config: AllToAllConfig, local_experts: range, options: GpuOptions) -> None:
-        self.config, self.layout = config, options.layout
+        self.config, self.options = config, options
         self.local_experts = local_experts
         row_bytes = config.hidden * config.dtype.itemsize
         scale_bytes = config.scale_dim * config.scale_dtype.itemsize
         experts = max(len(local_experts), 1)
-        self.dispatcher = Dispatcher(
-            options.device, experts=experts, first_expert=local_experts.start if local_experts else config.num_experts,
-            top_k=config.top_k, row_bytes=row_bytes, scale_bytes=scale_bytes, layout=options.layout,
-            max_tokens=config.max_tokens, rank=options.rank,
-        )  # fmt: skip
+        self.first_expert = local_experts.start if local_experts else config.num_experts
+        self._dispatchers = {
+            layout: Dispatcher(
+                options.device, experts=experts, first_expert=self.first_expert, top_k=config.top_k,
+                row_bytes=row_bytes, scale_bytes=scale_bytes, layout=layout, max_tokens=most,
+                column_scales=options.column_scales, rank=options.rank,
+            )
+            for layout, most in self._layouts()
+        }  # fmt: skip
         self._experts = experts
+        self._most_rows = max(self._rows(layout, most) for layout, most in self._layouts())
         self._free = [self._buffers(options.device) for _ in range(options.in_flight)]
-        self.buffer_bytes = options.in_flight * self._rows(config.max_tokens) * (row_bytes + scale_bytes)
+        self.buffer_bytes = options.in_flight * self._most_rows * (row_bytes + scale_bytes)
         """Of packed rows, which is nearly all."""
 
     def check(self) -> None:
         """Raise `WaitExpiredError` if a kernel has waited in vain; reads host memory only."""
-        self.dispatcher.report.check()
+        for dispatcher in self._dispatchers.values():
+            dispatcher.report.check()
 
     def send(
         self, owner: AllToAll, x: torch.Tensor, routing: Routing, scales: torch.Tensor | None,
@@ -77,17 +93,18 @@ class LocalGpu:
         handle.live_rows = rows if isinstance(rows, torch.Tensor) else None
         buffers = self._take()
         handle.release = weakref.finalize(handle, self._free.append, buffers)
-        self.dispatcher(x, scales, routing.ids, tokens, handle.live_rows, buffers)
-        handle.packed = self._view(buffers, tokens)
-        packed_as_chosen = self.layout == PackedLayout()
-        choice = PackedChoice(routing.ids[:tokens], handle.live_rows, self.dispatcher.first_expert)
-        handle.choice = choice if packed_as_chosen else None
+        handle.layout = self._layout_for(tokens)
+        handle.packed = self._view(buffers, handle.layout, tokens)
+        self._dispatchers[handle.layout](x, scales, routing.ids, tokens, handle.live_rows, handle.packed)
+        if handle.layout == COMPACT:
+            handle.choice = PackedChoice(routing.ids[:tokens], handle.live_rows, self.first_expert)
         return handle
 
     def packed_by(self, owner: AllToAll, tokens: int, pack: Callable[[PackedRows], Routing]) -> GpuHandle:
         """A dispatch that `pack` does."""
         buffers = self._take()
-        packed = self._view(buffers, tokens)
+        layout = self._layout_for(tokens)
+        packed = self._view(buffers, layout, tokens)
         try:
             routing = pack(packed)
         except BaseException:
@@ -95,15 +112,15 @@ class LocalGpu:
             raise
         handle = GpuHandle(owner, routing, tokens, tokens)
         handle.release = weakref.finalize(handle, self._free.append, buffers)
-        handle.packed, handle.live_rows = packed, None
+        handle.packed, handle.live_rows, handle.layout = packed, None, layout
         return handle
 
     def combine(self, handle: GpuHandle, out: torch.Tensor, accumulate: bool) -> None:
         """Sum this GPU's experts into `out` and give the buffers back."""
-        weights = handle.routing.weights
+        routing = handle.routing
         combine(
-            handle.expert_out, handle.packed.slots, weights, out, tokens=handle.live, accumulate=accumulate,
-            live_rows=handle.live_rows,
+            handle.expert_out, handle.packed.slots, routing.weights, out, tokens=handle.live, accumulate=accumulate,
+            ids=routing.ids, bias=handle.bias, first_expert=self.first_expert, live_rows=handle.live_rows,
         )  # fmt: skip
         handle.release()
 
@@ -112,11 +129,24 @@ class LocalGpu:
             raise RuntimeError("all buffers wait for their combine: build the all-to-all with a larger in_flight")
         return self._free.pop()
 
-    def _rows(self, tokens: int) -> int:
-        return max(1, self.layout.capacity(tokens * self.config.top_k, self._experts))
+    def _layouts(self) -> list[tuple[PackedLayout, int]]:
+        """Each with the most tokens that it is used for."""
+        few, most = self.options.few_layout, self.config.max_tokens
+        if few is None:
+            return [(self.options.layout, most)]
+        if most <= few.rows_per_expert:
+            return [(few, most)]
+        return [(few, few.rows_per_expert), (self.options.layout, most)]
+
+    def _layout_for(self, tokens: int) -> PackedLayout:
+        few = self.options.few_layout
+        return self.options.layout if few is None or tokens > few.rows_per_expert else few
+
+    def _rows(self, layout: PackedLayout, tokens: int) -> int:
+        return max(layout.alignment, layout.capacity(tokens * self.config.top_k, self._experts))
 
     def _buffers(self, device: torch.device) -> PackedRows:
-        config, rows = self.config, self._rows(self.config.max_tokens)
+        config, rows = self.config, self._most_rows
         scales = None
         if config.scale_dim:
             scales = torch.empty(rows, config.scale_dim, dtype=config.scale_dtype, device=device)
@@ -128,8 +158,11 @@ class LocalGpu:
             torch.empty(self._experts + 1, dtype=torch.int64, device=device),
         )
 
-    def _view(self, buffers: PackedRows, tokens: int) -> PackedRows:
+    def _view(self, buffers: PackedRows, layout: PackedLayout, tokens: int) -> PackedRows:
         """The part that so many tokens can fill."""
-        rows = self._rows(tokens)
+        rows = self._rows(layout, tokens)
         scales = None if buffers.scales is None else buffers.scales[:rows]
+        if scales is not None and self.options.column_scales:
+            grouped = scales.view(-1, self.config.scale_dim, layout.rows_per_expert or rows).transpose(1, 2)
+            scales = grouped if layout.rows_per_expert else grouped[0]
         return PackedRows(buffers.x[:rows], scales, buffers.slots[:tokens], buffers.counts, buffers.offsets)

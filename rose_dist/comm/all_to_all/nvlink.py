@@ -11,7 +11,7 @@ import torch
 from rose_dist.comm.all_to_all.agreement import agree
 from rose_dist.comm.all_to_all.local_gpu import GpuOptions
 from rose_dist.comm.all_to_all.packing import check_combine, check_live, check_out, check_shapes, travelling
-from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig, Dispatched, Handle, Routing
+from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig, Dispatched, Handle, Routing, with_bias
 from rose_dist.comm.layout import even_split
 from rose_dist.comm.symmetric_memory import Ranks, Region
 from rose_dist.kernels.exchange_layout import (
@@ -101,8 +101,10 @@ class NvLink(AllToAll):
         return self._dispatched(handle)
 
     def combine(
-        self, expert_out: torch.Tensor, dispatched: Dispatched, *, out: torch.Tensor, accumulate: bool = False
-    ) -> None:
+        self, expert_out: torch.Tensor, dispatched: Dispatched, *, out: torch.Tensor, accumulate: bool = False,
+        bias: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        expert_out = with_bias(expert_out, dispatched, bias)
         handle = self._check_results(expert_out, dispatched)
         check_out(self.config, out, handle.tokens)
         handle.enter(self, "combine_recv")

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from rose_dist.kernels.expert_slots import PackedChoice
+from rose_dist.kernels.expert_slots import COMPACT, PackedChoice, PackedLayout
 from rose_dist.kernels.formats import BlockFormat, Element
 from rose_dist.kernels.moe_dispatch import PackedRows
 
@@ -128,7 +128,7 @@ class Dispatched:
     is then what the tokens could fill at most. Their values are any.
     """
     scales: torch.Tensor | None
-    """[rows, scale_dim], or None if the construction has none."""
+    """[rows, scale_dim], or None if the construction has none. On a GPU perhaps by columns: `PackedRows.scales`."""
     counts: torch.Tensor
     """[local_experts] int32, rows of each local expert."""
     offsets: torch.Tensor
@@ -137,6 +137,12 @@ class Dispatched:
     choice: PackedChoice | None = None
     """What the counts were made from, where rows come from this GPU's tokens alone: what follows the dispatch may read
     it before the rows are there."""
+    layout: PackedLayout = COMPACT
+    """How the rows are packed."""
+    slots: torch.Tensor | None = None
+    """Where all tokens are this GPU's: int32 [tokens, top_k], the row of each pair, −1 if its expert is not here. For
+    tokens from the bound on they are any, and `handle.routing.ids` should be −1.
+    """
 
 
 class AllToAll(Protocol):
@@ -173,20 +179,23 @@ class AllToAll(Protocol):
         return self.dispatch_recv(self.dispatch_send(x, routing, scales=scales, rows=rows))
 
     def combine(
-        self, expert_out: torch.Tensor, dispatched: Dispatched, *, out: torch.Tensor, accumulate: bool = False
-    ) -> None:
-        """Bring the experts' results back: out[t] = Σ_j weights[t, j] · expert_out of (t, ids[t, j]).
+        self, expert_out: torch.Tensor, dispatched: Dispatched, *, out: torch.Tensor, accumulate: bool = False,
+        bias: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Bring the experts' results back: out[t] = Σ_j weights[t, j] · (expert_out of (t, ids[t, j]) + bias of it).
 
         `expert_out` is [rows, hidden] of `config.expert_dtype`, in the order of `dispatched.x`; `out` is [tokens,
         hidden] of any floating dtype. Products and the sum are rounded to fp32, in top-k order, and rounded to
         `out`'s dtype at the end, so that the bits are the same from run to run and with every implementation; only
         `TensorParallel` sums each rank's experts first, then over ranks in rank order. With `accumulate`, `out`'s
-        old value is added to the sum before that rounding. A token without experts gives zeros.
+        old value is added to the sum before that rounding. A token without experts gives zeros. `bias` is [local
+        experts, hidden] of `config.expert_dtype`; the sum with it is rounded to fp32, or where rows travel to
+        `config.expert_dtype`.
 
         Raises `RuntimeError` if `dispatched` was combined before or is another all-to-all's, and `ValueError` for other
         shapes.
         """
-        self.combine_send(expert_out, dispatched)
+        self.combine_send(with_bias(expert_out, dispatched, bias), dispatched)
         self.combine_recv(dispatched, out=out, accumulate=accumulate)
 
     @property
@@ -237,3 +246,12 @@ class AllToAll(Protocol):
     def combine_recv(self, dispatched: Dispatched, *, out: torch.Tensor, accumulate: bool = False) -> None:
         """The second half of `combine`."""
         ...
+
+
+def with_bias(expert_out: torch.Tensor, dispatched: Dispatched, bias: torch.Tensor | None) -> torch.Tensor:
+    """Each row plus its expert's row of `bias`, if there is one; rows of no expert are any. The host reads nothing."""
+    if bias is None or not bias.shape[0]:
+        return expert_out
+    every = torch.arange(expert_out.shape[0], device=expert_out.device)
+    experts = torch.searchsorted(dispatched.offsets[1:], every, right=True).clamp_(max=bias.shape[0] - 1)
+    return expert_out + bias[experts]

@@ -32,7 +32,7 @@ class TensorParallel(Local):
             if all_reduce is None:
                 raise ValueError("experts spread over GPUs need an all-reduce for their sums")
             check_fits(all_reduce, config)
-            all_reduce.prepare_combine(config.expert_dtype, config.top_k, config.expert_dtype)
+            all_reduce.prepare_combine(config.expert_dtype, config.top_k, config.expert_dtype, bias=gpu.late_bias)
 
     def reduce(self, handle: LocalHandle) -> torch.Tensor:
         total = super().reduce(handle)
@@ -51,9 +51,11 @@ class TensorParallel(Local):
     def reduce_on_gpu(self, handle: GpuHandle, out: torch.Tensor, accumulate: bool) -> None:
         """Few tokens: sum and all-reduce in one launch. Many: a launch each."""
         assert self.all_reduce is not None
+        assert self.gpu is not None
         self.all_reduce.combine(
             handle.expert_out, handle.packed.slots, handle.routing.weights, out, tokens=handle.live,
-            accumulate=accumulate, live_rows=handle.live_rows,
+            accumulate=accumulate, ids=handle.routing.ids, bias=handle.bias, first_expert=self.gpu.first_expert,
+            live_rows=handle.live_rows,
         )  # fmt: skip
         handle.release()
 

@@ -30,6 +30,18 @@ def copy_bytes(
 
 
 @cute.jit
+def scatter_scales(
+    source: Int64, packed: Int64, slot: Int32, group_rows: Int32, blocks: cutlass.Constexpr, lane: Int32,
+    lanes: cutlass.Constexpr,
+) -> None:  # fmt: skip
+    """A row's fp32 scales into its places of [groups, blocks, group_rows], by `lanes` threads."""
+    first = Int64(slot // group_rows) * blocks * group_rows + slot % group_rows
+    for at in range(lane, blocks, lanes):
+        target = packed + (first + Int64(at) * group_rows) * 4
+        vector.scalar(target, Uint32)[0] = vector.scalar(source + Int64(at) * 4, Uint32)[0]
+
+
+@cute.jit
 def local_expert(ids: Int64, pair: Int32, first_expert: Int32, experts: cutlass.Constexpr) -> Int32:
     """A pair's expert counted from `first_expert`, −1 if not among the `experts`. ids: address of int32 [pairs]."""
     local = vector.scalar(ids + Int64(pair) * 4, Int32)[0] - first_expert

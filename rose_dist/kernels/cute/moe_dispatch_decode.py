@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rose_dist.kernels import jit, ptx, vector
-from rose_dist.kernels.cute.expert_slots import copy_bytes, local_expert, scan_starts, shared_integers
+from rose_dist.kernels.cute.expert_slots import copy_bytes, local_expert, scan_starts, scatter_scales, shared_integers
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, const_expr, cute, range_constexpr
 from rose_dist.kernels.expert_slots import MAX_PAIRS, PackedLayout
 from rose_dist.kernels.variants import WARP
@@ -21,7 +21,8 @@ class DispatchDecode(jit.Kernel):
     """A token is copied by `splits` blocks, each of which takes a part of the row.
 
     row_bytes, scale_bytes: of a token's row and of its scales (0: none). `vector_bytes` and `scale_vector_bytes` are
-    the widths of their accesses, powers of two that divide them.
+    the widths of their accesses, powers of two that divide them. `column_scales`: packed scales are fp32 [groups,
+    scales, group_rows], or else [rows, scales].
     """
 
     experts: int
@@ -30,6 +31,7 @@ class DispatchDecode(jit.Kernel):
     vector_bytes: int
     scale_bytes: int
     scale_vector_bytes: int
+    column_scales: bool
     layout: PackedLayout
     splits: int
     threads: int
@@ -37,14 +39,14 @@ class DispatchDecode(jit.Kernel):
     @cute.jit
     def __call__(
         self, x: Int64, scales: Int64, ids: Int64, live_rows: Int64, packed: Int64, packed_scales: Int64, slots: Int64,
-        counts: Int64, offsets: Int64, first_expert: Int32, tokens: Int32, stream: Stream,
+        counts: Int64, offsets: Int64, first_expert: Int32, group_rows: Int32, tokens: Int32, stream: Stream,
     ) -> None:  # fmt: skip
         """Addresses: x [tokens, row_bytes], scales, ids int32 [tokens, top_k], live_rows int32 [1] or 0; written are
         packed and packed_scales, slots int32 [tokens, top_k] of live tokens (−1: none), counts int32 [experts] and
         offsets int64 [experts + 1]. With no tokens, `x` and `scales` must still be readable for one row.
         """
         self.kernel(
-            x, scales, ids, live_rows, packed, packed_scales, slots, counts, offsets, first_expert, tokens
+            x, scales, ids, live_rows, packed, packed_scales, slots, counts, offsets, first_expert, group_rows, tokens
         ).launch(
             grid=[vector.max_of(tokens, Int32(1)), self.splits, 1], block=[self.threads, 1, 1], stream=stream,
             use_pdl=True, min_blocks_per_mp=1,
@@ -53,7 +55,7 @@ class DispatchDecode(jit.Kernel):
     @cute.kernel
     def kernel(
         self, x: Int64, scales: Int64, ids: Int64, live_rows: Int64, packed: Int64, packed_scales: Int64, slots: Int64,
-        counts: Int64, offsets: Int64, first_expert: Int32, tokens: Int32,
+        counts: Int64, offsets: Int64, first_expert: Int32, group_rows: Int32, tokens: Int32,
     ) -> None:  # fmt: skip
         thread, (token, split, _) = cute.arch.thread_idx()[0], cute.arch.block_idx()
         experts, warps = self.experts, self.threads // WARP
@@ -83,7 +85,7 @@ class DispatchDecode(jit.Kernel):
                     if const_expr(self.scale_bytes > 0):
                         if split == 0:
                             self.copy_scales(
-                                scales + Int64(token) * self.scale_bytes, packed_scales + slot * self.scale_bytes
+                                scales + Int64(token) * self.scale_bytes, packed_scales, Int32(slot), group_rows
                             )
 
     @cute.jit
@@ -158,6 +160,10 @@ class DispatchDecode(jit.Kernel):
         return [split * self.part + thread + i for i in range(0, self.part, self.threads)]
 
     @cute.jit
-    def copy_scales(self, source: Int64, target: Int64) -> None:
+    def copy_scales(self, source: Int64, packed: Int64, slot: Int32, group_rows: Int32) -> None:
         """By all threads of the block."""
-        copy_bytes(source, target, self.scale_bytes, self.scale_vector_bytes, cute.arch.thread_idx()[0], self.threads)
+        thread, target = cute.arch.thread_idx()[0], packed + Int64(slot) * self.scale_bytes
+        if const_expr(self.column_scales):
+            scatter_scales(source, packed, slot, group_rows, self.scale_bytes // 4, thread, self.threads)
+        else:
+            copy_bytes(source, target, self.scale_bytes, self.scale_vector_bytes, thread, self.threads)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rose_dist.kernels import jit, ptx, vector
-from rose_dist.kernels.cute.expert_slots import copy_bytes, local_expert, scan_starts, shared_integers
+from rose_dist.kernels.cute.expert_slots import copy_bytes, local_expert, scan_starts, scatter_scales, shared_integers
 from rose_dist.kernels.cute.phase_barrier import phase_barrier
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, const_expr, cute, cutlass, range_constexpr
 from rose_dist.kernels.expert_slots import PackedLayout
@@ -177,22 +177,24 @@ class ScatterRows(jit.Kernel):
     vector_bytes: int
     scale_bytes: int
     scale_vector_bytes: int
+    column_scales: bool
+    """As in `DispatchDecode`."""
 
     @cute.jit
     def __call__(
         self, x: Int64, scales: Int64, slots: Int64, live_rows: Int64, packed: Int64, packed_scales: Int64,
-        tokens: Int32, stream: Stream,
+        group_rows: Int32, tokens: Int32, stream: Stream,
     ) -> None:  # fmt: skip
         """Addresses: x and scales, rows of tokens; slots int32 [tokens, top_k]; live_rows int32 [1] or 0."""
         blocks = (tokens + (self.tiling.rows_per_block - 1)) // self.tiling.rows_per_block
-        self.kernel(x, scales, slots, live_rows, packed, packed_scales, tokens).launch(
+        self.kernel(x, scales, slots, live_rows, packed, packed_scales, group_rows, tokens).launch(
             grid=[blocks, 1, 1], block=[self.tiling.threads, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
     def kernel(
         self, x: Int64, scales: Int64, slots: Int64, live_rows: Int64, packed: Int64, packed_scales: Int64,
-        tokens: Int32,
+        group_rows: Int32, tokens: Int32,
     ) -> None:  # fmt: skip
         tiling, size = self.tiling, self.vector_bytes
         lane, token = vector.row_of_thread(tiling)
@@ -215,8 +217,14 @@ class ScatterRows(jit.Kernel):
                     at = lane + i * tiling.threads_per_row
                     valid = Boolean(vector.in_row(tiling, lane, i))
                     vector.store_if(valid, target + Int64(at) * size, values[i], Uint32, size // 4, size)
-                if const_expr(self.scale_bytes > 0):
+                own = scales + Int64(token) * self.scale_bytes
+                if const_expr(self.column_scales):
+                    scatter_scales(
+                        own, packed_scales, Int32(slot), group_rows, self.scale_bytes // 4, lane,
+                        tiling.threads_per_row,
+                    )  # fmt: skip
+                elif const_expr(self.scale_bytes > 0):
                     copy_bytes(
-                        scales + Int64(token) * self.scale_bytes, packed_scales + slot * self.scale_bytes,
-                        self.scale_bytes, self.scale_vector_bytes, lane, tiling.threads_per_row,
+                        own, packed_scales + slot * self.scale_bytes, self.scale_bytes, self.scale_vector_bytes, lane,
+                        tiling.threads_per_row,
                     )  # fmt: skip

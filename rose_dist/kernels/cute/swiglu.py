@@ -30,20 +30,20 @@ from rose_dist.kernels.swiglu import Gate
 @cache
 def launcher(
     arch: Arch, gate: Gate, dtype: torch.dtype, columns: int, shape: RowShape, vector_bytes: int, bias: bool,
-    output: BlockOutput | None,
+    output: BlockOutput | None, listed: bool,
 ) -> jit.Launcher:  # fmt: skip
-    return jit.load(activation_kernel(arch, gate, dtype, columns, shape, vector_bytes, bias, output))
+    return jit.load(activation_kernel(arch, gate, dtype, columns, shape, vector_bytes, bias, output, listed))
 
 
 def activation_kernel(
     arch: Arch, gate: Gate, dtype: torch.dtype, columns: int, shape: RowShape, vector_bytes: int, bias: bool,
-    output: BlockOutput | None,
+    output: BlockOutput | None, listed: bool = False,
 ) -> GatedActivation:  # fmt: skip
     side_by_side = 2 if gate is Gate.CLAMPED_SWIGLU else 1
     count = shape.lane_elements(columns, side_by_side * vector_bytes, side_by_side * dtype.itemsize)
     group = 1 if output is None else output.lanes(count)
     tiling = tile(columns // count, 2 * count * dtype.itemsize, shape, group=group)
-    return GatedActivation(arch, gate, dtype, tiling, count, vector_bytes, bias, output)
+    return GatedActivation(arch, gate, dtype, tiling, count, vector_bytes, bias, output, listed)
 
 
 @dataclass(frozen=True)
@@ -58,43 +58,54 @@ class GatedActivation(jit.Kernel):
     vector_bytes: int
     bias: bool
     output: BlockOutput | None
+    listed: bool = False
+    """A list says which rows to work on."""
 
     @cute.jit
     def __call__(
-        self, gate_up: Int64, stride: Int64, bias: Int64, experts: Int64, live_rows: Int64, out: Int64, scales: Int64,
-        padded_rows: Int32, global_scale: Int64, rows: Int32, alpha: Float32, limit: Float32, stream: Stream,
+        self, gate_up: Int64, stride: Int64, bias: Int64, experts: Int64, first_expert: Int32, listed: Int64,
+        live_rows: Int64, out: Int64, scales: Int64, padded_rows: Int32, global_scale: Int64, rows: Int32,
+        alpha: Float32, limit: Float32, stream: Stream,
     ) -> None:  # fmt: skip
+        """Addresses: listed int32 [rows], if `self.listed`: the rows of `gate_up`, −1 for none; experts int32 [rows] or
+        0, live_rows int32 [1] or 0.
+        """
         blocks = (rows + (self.tiling.rows_per_block - 1)) // self.tiling.rows_per_block
         self.kernel(
-            gate_up, stride, bias, experts, live_rows, out, scales, padded_rows, global_scale, rows, alpha, limit
+            gate_up, stride, bias, experts, first_expert, listed, live_rows, out, scales, padded_rows, global_scale,
+            rows, alpha, limit,
         ).launch(
             grid=[blocks * self.tiling.splits, 1, 1], block=[self.tiling.threads, 1, 1], stream=stream, use_pdl=True
-        )
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(
-        self, gate_up: Int64, stride: Int64, bias: Int64, experts: Int64, live_rows: Int64, out: Int64, scales: Int64,
-        padded_rows: Int32, global_scale: Int64, rows: Int32, alpha: Float32, limit: Float32,
+        self, gate_up: Int64, stride: Int64, bias: Int64, experts: Int64, first_expert: Int32, listed: Int64,
+        live_rows: Int64, out: Int64, scales: Int64, padded_rows: Int32, global_scale: Int64, rows: Int32,
+        alpha: Float32, limit: Float32,
     ) -> None:  # fmt: skip
         tiling, width, count = self.tiling, self.dtype.itemsize, self.count
         columns = tiling.row_vectors * count
-        lane, row = vector.row_of_thread(tiling)
-        ptx.exit_if(row >= rows)
+        lane, place = vector.row_of_thread(tiling)
+        ptx.exit_if(place >= rows)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        row = place
+        if const_expr(self.listed):
+            row = vector.scalar(listed + Int64(place) * 4, Int32)[0]
         source = gate_up + Int64(row) * stride * width
         places = [vector.place(tiling, lane, i) for i in range(tiling.vectors)]
         # With few rows the wait for what says that a row is live costs more than reading a dead one.
-        eager = tiling.vectors == 1
+        eager = tiling.vectors == 1 and not self.listed
         inputs, biases = [], []
         if const_expr(eager):
             inputs = self.load_pairs(source, places, columns)
         live = vector.live_rows(live_rows, rows)
         expert = Int32(0)
         if experts != 0:
-            expert = vector.scalar(experts + Int64(row) * 4, Int32)[0]
-        ptx.exit_if(row >= live)
-        ptx.exit_if(expert < 0)
+            expert = vector.scalar(experts + Int64(place) * 4, Int32)[0] - first_expert
+        ptx.exit_if(place >= live)
+        ptx.exit_if((expert < 0) | (row < 0))
         tensor_scale = block_scale.read_global_scale(self.output, global_scale)
         if const_expr(not eager):
             inputs = self.load_pairs(source, places, columns)
