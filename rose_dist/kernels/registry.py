@@ -134,6 +134,7 @@ def _all(arch: Arch) -> Iterator[Kernel]:
     yield from _embeddings(arch)
     yield from _moe(arch)
     yield from _attention(arch)
+    yield from _sinks(arch)
     yield from _mxfp4_experts(arch)
     yield from _small_linears(arch)
     yield from _few_rows(arch)
@@ -234,8 +235,11 @@ def _attention(arch: Arch) -> Iterator[Kernel]:
                 yield DecodeAttention(arch, dtype, cache, head_dim, heads, wide, block_tiles=1, early=True)
     yield DecodeAttention(arch, dtype, dtype, 64, heads=1, wide_group=False, block_tiles=1, early=True)
     yield DecodeAttention(arch, dtype, dtype, 64, heads=2, wide_group=False, block_tiles=1, early=False)
+
+
+def _sinks(arch: Arch) -> Iterator[Kernel]:
     for query_heads, head_dim in ((64, 64), (8, 64), (16, 128)):
-        yield ApplySinks(arch, dtype, query_heads, head_dim, arch.vector_bytes)
+        yield ApplySinks(arch, torch.bfloat16, query_heads, head_dim, arch.vector_bytes)
 
 
 def _mxfp4_experts(arch: Arch) -> Iterator[Kernel]:

@@ -34,7 +34,7 @@ def run(
 @pytest.mark.parametrize(
     "instruction",
     [
-        "wgmma.fence.sync.aligned;",
+        "tcgen05.fence::before_thread_sync;",
         "add.rn.bogus.f32 %f1, %f2, %f3;",
         "ld.global.frobnicate.u32 %r1, [%d1];",
         "cvt.rn.satfinite.e8m13x2.f32 %h1, %f1, %f2;",
