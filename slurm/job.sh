@@ -65,7 +65,8 @@ fi
 check_model() {
   local model=$1
   [ -n "$model" ] || fatal "no model: give its folder as the script's first argument"
-  "${step[@]}" --mpi=none --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "${inside[@]}" sh -c '
+  # Every node is to be heard: a step that ends with its first failure may end before its message arrives.
+  "${step[@]}" --kill-on-bad-exit=0 --mpi=none --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "${inside[@]}" sh -c '
     [ -r "$1/config.json" ] || { echo "FATAL: $(hostname) has no model in $1 (no config.json there)" >&2; exit 1; }
     ls "$1"/*.safetensors >/dev/null 2>&1 || { echo "FATAL: $(hostname) has no weights in $1" >&2; exit 1; }
   ' sh "$model" || fatal "the model has to be in $model on every node"

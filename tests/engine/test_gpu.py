@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -160,14 +161,16 @@ def test_logits_of_few_rows(many: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.skipif(not DEMO.exists(), reason="the demo model is not there; `make demo` builds it")
 def test_logits_of_the_demo_model_and_its_word() -> None:
-    text = b"The capital of France is"
+    """30 layers make much of a rounding: bf16 on the CPU is 2.6 % from fp32 as well."""
     spellings = {spelling: token for token, spelling in enumerate(checkpoint_token_bytes(DEMO, 49152))}
-    prompt = [spellings[word] for word in (b"The", b" capital", b" of", b" France", b" is")]
-    assert b"".join(word for word in (b"The", b" capital", b" of", b" France", b" is")) == text
+    known = ((b" Italy", b" Rome."), (b" Spain", b" Madrid."), (b" France", b""))
+    text = b"".join(b" The capital of" + country + b" is" + capital for country, capital in known).strip()
+    prompt = [spellings[word] for word in re.findall(rb" ?\w+|\.", text)]
     expected = all_logits(DEMO, "cpu", "float32", "bf16", prompt, 512)
+    rounded = errors(all_logits(DEMO, "cpu", "bfloat16", "bf16", prompt, 512), expected)
     for kind in ("bf16", "mxfp4"):
         found = all_logits(DEMO, "cuda:0", "bfloat16", kind, prompt, 512)
-        assert errors(found, expected).median() < 0.015
+        assert errors(found, expected).median() < 1.3 * rounded.median()
         assert int(found[-1].argmax()) == spellings[b" Paris"]
 
 
