@@ -8,7 +8,7 @@ from torch import Tensor
 from rose_dist.kernels import checks, launch
 from rose_dist.kernels.linear import linear
 from rose_dist.kernels.linear_shapes import fits_resident
-from rose_dist.kernels.small_linear import INPUT_MULTIPLE, OUTPUT_MULTIPLE
+from rose_dist.kernels.small_linear import INPUT_MULTIPLE, OUTPUT_MULTIPLE, check_few_rows
 
 MAX_ROWS = 8
 """Columns of a tensor core's operand. More rows would need registers that hold weights on their way."""
@@ -58,22 +58,8 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Of the layers that take up to `MAX_ROWS` rows."""
-    checks.shape("weight", weight, None, None)
-    outputs, inputs = weight.shape
-    checks.shape("x", x, None, inputs)
-    checks.dtype("x", x, torch.bfloat16)
-    checks.dtype("weight", weight, torch.bfloat16)
-    checks.rows("x", x)
-    checks.dense("weight", weight)
-    checks.same_device("weight", weight, x.device)
-    checks.multiple("weight's inputs", inputs, INPUT_MULTIPLE, "a warp reads 32 at a time")
-    checks.multiple("weight's outputs", outputs, OUTPUT_MULTIPLE, "tensor cores give 16 at a time")
-    if not fits_resident(inputs):
-        raise checks.fail("weight", f"has {inputs} inputs, which are too many, or have too few divisors")
-    if not 0 < x.shape[0] <= MAX_ROWS:
-        raise checks.fail("x", f"has {x.shape[0]} rows; allowed are 1 … {MAX_ROWS}")
+    check_few_rows(x, weight, bias, MAX_ROWS)
+    if not fits_resident(weight.shape[1]):
+        raise checks.fail("weight", f"has {weight.shape[1]} inputs, which are too many, or have too few divisors")
     if bias is not None:
-        checks.shape("bias", bias, outputs)
-        checks.dtype("bias", bias, torch.bfloat16)
-        checks.same_device("bias", bias, x.device)
         checks.dense("bias", bias, 4)

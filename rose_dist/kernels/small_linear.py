@@ -58,6 +58,15 @@ def small_linear(
 
 @checks.once
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> None:
+    check_few_rows(x, weight, bias, MAX_ROWS)
+    if bias is not None:
+        checks.dense("bias", bias)
+    if out_dtype not in (torch.bfloat16, torch.float32):
+        raise checks.fail("out_dtype", f"is {out_dtype}; allowed: torch.bfloat16, torch.float32")
+
+
+def check_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, most: int) -> None:
+    """Of the layers whose weights stream past up to `most` rows. Where bias has to begin is theirs to check."""
     checks.shape("weight", weight, None, None)
     outputs, inputs = weight.shape
     checks.shape("x", x, None, inputs)
@@ -68,12 +77,9 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtyp
     checks.same_device("weight", weight, x.device)
     checks.multiple("weight's inputs", inputs, INPUT_MULTIPLE, "a warp reads 32 at a time")
     checks.multiple("weight's outputs", outputs, OUTPUT_MULTIPLE, "tensor cores give 16 at a time")
-    if not 0 < x.shape[0] <= MAX_ROWS:
-        raise checks.fail("x", f"has {x.shape[0]} rows; allowed are 1 … {MAX_ROWS}")
-    if out_dtype not in (torch.bfloat16, torch.float32):
-        raise checks.fail("out_dtype", f"is {out_dtype}; allowed: torch.bfloat16, torch.float32")
+    if not 0 < x.shape[0] <= most:
+        raise checks.fail("x", f"has {x.shape[0]} rows; allowed are 1 … {most}")
     if bias is not None:
         checks.shape("bias", bias, outputs)
         checks.dtype("bias", bias, torch.bfloat16)
         checks.same_device("bias", bias, x.device)
-        checks.dense("bias", bias)
