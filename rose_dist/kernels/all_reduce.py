@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rose_dist.kernels import checks, jit, launch, moe_combine, peer_regions
+from rose_dist.kernels import checks, combine_norm, jit, launch, moe_combine, peer_regions
+from rose_dist.kernels.linear_add import MAX_ROWS
 from rose_dist.kernels.moe_dispatch import LIMIT_NS
 from rose_dist.kernels.peer_regions import MAX_BLOCKS, MAX_RANKS, MAX_ROUNDS, PACKET_BYTES, PACKET_WORDS, STAGES
 
@@ -127,8 +128,10 @@ class AllReduce:
         self._first_slots[:, 0] = torch.arange(sizes.max_rows, dtype=torch.int32)
         self._ones = torch.empty(sizes.max_rows, 1, dtype=torch.float32, device=device).fill_(1.0)
         _load(self._norm_kernel())
-        for parts in {sizes.parts(rows, sizes.dtype) for rows in range(1, sizes.one_shot_rows + 1)}:
-            _load(self._one_shot_kernel(parts))
+        for rows in range(1, sizes.one_shot_rows + 1):
+            _load(self._one_shot_kernel(sizes.parts(rows, sizes.dtype), accumulate=False))
+        for rows in range(1, min(MAX_ROWS, sizes.one_shot_rows) + 1):
+            _load(self._one_shot_kernel(sizes.parts(rows, sizes.dtype), accumulate=True))
         for dtype in {sizes.dtype, torch.float32}:
             _load(self._two_shot_kernel(dtype))
 
@@ -143,9 +146,20 @@ class AllReduce:
         if rows > self.sizes.one_shot_rows:
             self._two_shot(x, out, rows, live_rows)
         elif rows:
-            kernel = self._one_shot_kernel(self.sizes.parts(rows, x.dtype))
+            kernel = self._one_shot_kernel(self.sizes.parts(rows, x.dtype), accumulate=False)
             self._one_shot(kernel, out, (x, live_rows, out, 0, 0, 0, 0.0), (0,) * 6, rows)
         return out
+
+    def add(self, x: Tensor, residual: Tensor) -> None:
+        """Add the sum of all ranks' `x` to `residual`, in place; rounded once if one shot serves. `x` is left any."""
+        rows = self._check(x, residual)
+        checks.shape("residual", residual, rows, self.sizes.hidden)
+        checks.dtype("residual", residual, x.dtype)
+        if rows > self.sizes.one_shot_rows:
+            residual += self(x, x)
+        elif rows:
+            kernel = self._one_shot_kernel(self.sizes.parts(rows, x.dtype), accumulate=True)
+            self._one_shot(kernel, residual, (x, None, residual, 0, 0, 0, 0.0), (0,) * 6, rows)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, live_rows: Tensor | None = None
@@ -191,12 +205,32 @@ class AllReduce:
             source = (expert_rows.stride(0), slots, weights, ids, bias, first_expert)
             self._one_shot(kernel, out, (expert_rows, live_rows, out, 0, 0, 0, 0.0), source, tokens)
 
+    def combine_norm(
+        self, expert_rows: Tensor, slots: Tensor, weights: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> Tensor:
+        """`combine_norm.combine_norm` of the sum over all ranks' experts, in one launch, for up to `combine_rows`
+        tokens.
+        """
+        combine_norm.check(expert_rows, slots, weights, residual, norm_weight)
+        rows = self._check(residual, norm_weight)
+        if rows > self.sizes.combine_rows:
+            raise checks.fail("residual", f"has {rows} rows; one launch serves {self.sizes.combine_rows}")
+        out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+        if rows:
+            kernel = self._combine_norm_kernel(expert_rows.dtype, slots.shape[1])
+            source = (expert_rows.stride(0), slots, weights, None, None, 0)
+            tensors = (expert_rows, None, out, residual, residual, norm_weight, eps)
+            self._one_shot(kernel, out, tensors, source, rows)
+        return out
+
     def prepare_combine(self, dtype: torch.dtype, top_k: int, out_dtype: torch.dtype, *, bias: bool = False) -> None:
         """Load kernels, so that a later `combine` may be captured; `bias`: also those for one of `dtype`."""
         for parts in {self.sizes.parts(tokens, torch.float32) for tokens in range(1, self.sizes.combine_rows + 1)}:
             for accumulate in (False, True):
                 for bias_dtype in (None, dtype) if bias else (None,):
                     _load(self._combine_kernel(dtype, top_k, out_dtype, accumulate, parts, bias_dtype))
+        if self.sizes.combine_rows and dtype == self.sizes.dtype:
+            _load(self._combine_norm_kernel(dtype, top_k))
 
     def _combine_kernel(
         self, dtype: torch.dtype, top_k: int, out_dtype: torch.dtype, accumulate: bool, parts: int,
@@ -208,10 +242,15 @@ class AllReduce:
         source = Combine(self._arch, top_k, self.sizes.hidden, dtype, out_dtype, bias, False, VECTOR_BYTES)
         return OneShot(self._arch, self.sizes.ranks, self.sizes.hidden, out_dtype, source, False, accumulate, parts)
 
-    def _one_shot_kernel(self, parts: int) -> OneShot:
+    def _combine_norm_kernel(self, dtype: torch.dtype, top_k: int) -> OneShot:
+        kernel = self._combine_kernel(dtype, top_k, dtype, False, 1, None)
+        return replace(kernel, norm=True)
+
+    def _one_shot_kernel(self, parts: int, *, accumulate: bool) -> OneShot:
         from rose_dist.kernels.cute.all_reduce_one_shot import OneShot  # noqa: PLC0415 - it loads the compiler
 
-        return OneShot(self._arch, self.sizes.ranks, self.sizes.hidden, self.sizes.dtype, parts=parts)
+        sizes = self.sizes
+        return OneShot(self._arch, sizes.ranks, sizes.hidden, sizes.dtype, accumulate=accumulate, parts=parts)
 
     def _norm_kernel(self) -> OneShot:
         from rose_dist.kernels.cute.all_reduce_one_shot import OneShot  # noqa: PLC0415 - it loads the compiler

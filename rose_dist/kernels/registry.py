@@ -274,8 +274,8 @@ def _few_rows(arch: Arch) -> Iterator[Kernel]:
     yield LinearAdd(arch, ResidentWeights(attended, resident(attended)))
     for experts, k, score, _ in ROUTES[:2]:
         reads = FirstReads.of(stream(EXPERT_SHAPES.variants[0], hidden // BLOCK, TILE_BYTES), 2 * hidden // TILE_ROWS)
-        for first_reads in (None, reads):
-            yield RouteRows.of(arch, hidden, experts, k, score, first_reads)
+        for width, first_reads in ((0, None), (0, reads), (2, reads)):
+            yield RouteRows.of(arch, hidden, experts, k, score, width, first_reads)
     yield CombineNorm(arch, Combine(arch, 4, hidden, torch.bfloat16, torch.bfloat16, None, False, VECTOR_BYTES))
 
 

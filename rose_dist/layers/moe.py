@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from rose_dist.comm.all_to_all.protocol import AllToAll, Dispatched, Routing
-from rose_dist.kernels.combine_norm import combine_norm
 from rose_dist.kernels.combine_norm import takes as takes_rows
 from rose_dist.kernels.formats import FP8
 from rose_dist.kernels.moe_dispatch import PackedRows
@@ -70,7 +69,7 @@ class MoE(nn.Module):
     @property
     def takes_few(self) -> bool:
         """Whether `add_few` serves this block on a GPU."""
-        few = self.exchange.packs_only and self.expert_map.single
+        few = self.exchange.packs_only
         return few and takes_router(self.router.weight, self.rule) and takes_rows(self.hidden, self.router.weight.dtype)
 
     def add_few(self, x: Tensor, norm: RMSNorm, after: RMSNorm, live_rows: Tensor | None = None) -> Tensor:
@@ -79,22 +78,19 @@ class MoE(nn.Module):
         x: [tokens, hidden], up to `MAX_ROWS` tokens. As `forward` between the norms' own launches, in two besides the
         experts'.
         """
-        router, most = self.router, self._most_rows(x.shape[0])
+        router, expert_map, most = self.router, self.expert_map, self._most_rows(x.shape[0])
 
         def pack(packed: PackedRows) -> Routing:
             routed = route_rows(
-                x, norm.weight, norm.eps, router.weight, router.bias, self.rule, self.expert_map.load, packed,
+                x, norm.weight, norm.eps, router.weight, router.bias, self.rule, expert_map.load, packed,
+                first_expert=self.exchange.local_experts.start, table=expert_map.table, turn=expert_map.replica,
                 live_rows=live_rows, read_ahead=self.experts.first_packed, most=most,
             )  # fmt: skip
             return Routing(routed.ids, routed.weights)
 
         dispatched = self.exchange.dispatch_packed(x.shape[0], pack)
         rows = ExpertRows(dispatched.counts, dispatched.offsets, most)
-        return self.exchange.combine_packed(
-            self.experts(dispatched.x, rows),
-            dispatched,
-            lambda results, slots, weights: combine_norm(results, slots, weights, x, after.weight, after.eps),
-        )
+        return self.exchange.combine_norm(self.experts(dispatched.x, rows), dispatched, x, after.weight, after.eps)
 
     def _most_rows(self, tokens: int) -> int:
         """Rows of the largest expert, three standard deviations above the mean of an even spread."""
