@@ -32,7 +32,9 @@ MOST_PARTS = 8
 PART_PACKETS = 96
 """That a part at least has: three warps. Smaller ones gain nothing."""
 ROUND_BYTES = 1 << 15
-"""That a block of two shots at least sends in a round."""
+"""That a team of two shots at least sends in a round."""
+TEAMS = True
+"""Two shots with a block for each part of the work; else one for all of it, which the benchmark compares."""
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -260,7 +262,8 @@ class AllReduce:
     def _two_shot_kernel(self, dtype: torch.dtype) -> TwoShot:
         from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot  # noqa: PLC0415 - it loads the compiler
 
-        return TwoShot(self._arch, self.sizes.ranks, dtype)
+        kernel = TwoShot(self._arch, self.sizes.ranks, dtype)
+        return kernel if TEAMS else replace(kernel, threads=512, roles=1)
 
     def _check(self, x: Tensor, other: Tensor) -> int:
         checks.dtype("x", x, self.sizes.dtype)
@@ -284,11 +287,11 @@ class AllReduce:
         kernel = self._two_shot_kernel(x.dtype)
         row_vectors = self.sizes.hidden * x.element_size() // 16
         share = -(-rows * row_vectors // self.sizes.ranks)
-        blocks = max(1, min(self.sizes.sms, MAX_BLOCKS, -(-share // kernel.threads)))
-        rounds = max(1, min(MAX_ROUNDS, share * 16 // blocks // ROUND_BYTES))
+        teams = max(1, min(self.sizes.sms, MAX_BLOCKS, -(-share // kernel.threads)))
+        rounds = max(1, min(MAX_ROUNDS if TEAMS else 4, share * 16 // teams // ROUND_BYTES))
         launch.run(
             _load(kernel), out, x, live_rows, out, row_vectors, *self._regions, self.sizes.slice_bytes, *self._tail,
-            rows, rounds, blocks,
+            rows, rounds, teams,
         )  # fmt: skip
 
 
