@@ -29,8 +29,8 @@ from rose_dist.kernels.cute import packets
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, const_expr, cute, cutlass, range_constexpr
 from rose_dist.kernels.peer_regions import ADD_STAGE, MAX_BLOCKS, MAX_ROUNDS, TAKE_STAGE
 
-UNROLL, SUMS = 4, 2
-"""Vectors that a thread copies, and sums that it makes, at a time: it loads all of them before it stores the first."""
+UNROLL = 4
+"""Vectors that a thread copies at a time: it loads all of them before it stores the first."""
 VECTOR_BYTES = 16
 ROLES = 3
 """Blocks of a team."""
@@ -44,13 +44,18 @@ class TwoShot(jit.Kernel):
 
     ranks: int
     dtype: torch.dtype
-    threads: int = 256
+    threads: int = 192
     roles: int = ROLES
 
     @property
     def count(self) -> int:
         """Elements of a vector."""
         return VECTOR_BYTES // self.dtype.itemsize
+
+    @property
+    def sums(self) -> int:
+        """That a thread makes at a time."""
+        return 2 if self.ranks <= 4 else 1  # a vector of every rank is in registers
 
     @cute.jit
     def __call__(
@@ -184,15 +189,15 @@ class TwoShot(jit.Kernel):
         """The sums of this rank's slice, to `out` and to everyone."""
         first = Int64(rank) * share
         stop = vector.min_of(end, vectors - rank * share)
-        for some in range(begin, stop, self.threads * SUMS):
+        for some in range(begin, stop, self.threads * self.sums):
             loaded = []
-            for i in range_constexpr(SUMS):
+            for i in range_constexpr(self.sums):
                 at = self.place(some, i, stop)
                 here = x + (first + at) * VECTOR_BYTES
                 for source in range_constexpr(self.ranks):
                     there = inbox + source * slice_bytes + Int64(at) * VECTOR_BYTES
                     loaded.append(ptx.load_16b(Int64(vector.select(rank == source, here, there))))
-            for i in range_constexpr(SUMS):
+            for i in range_constexpr(self.sums):
                 words, at = self.sum(loaded[i * self.ranks : (i + 1) * self.ranks]), some + i * self.threads
                 if at < stop:
                     ptx.store_16b(out + (first + at) * VECTOR_BYTES, words)
