@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.graphs import captured, copy_rate, table, time_call
+from benchmarks.graphs import captured, copy_rate, fill_rate, table, time_call
 from rose_dist.comm.all_to_all.local import Local
 from rose_dist.comm.all_to_all.local_gpu import GpuOptions
 from rose_dist.comm.all_to_all.protocol import AllToAllConfig, Routing
@@ -156,18 +156,18 @@ def times(model: Model, tokens: int, rate: float) -> dict[str, Any]:
 
 def one_gpu(arguments: argparse.Namespace) -> dict[str, Any]:
     checks = []
-    sizes = [(model, tokens) for model in MODELS for tokens in TOKENS]
+    sizes = [(model, tokens) for model in MODELS for tokens in arguments.tokens]
     for model, tokens in sizes:
         checks.append(check(model, tokens, arguments.budget / len(sizes)))
         print(checks[-1], flush=True)
-    rate = copy_rate()
-    print(f"copy rate {rate / 1e6:.2f} TB/s", flush=True)
+    rate, filled = copy_rate(), fill_rate()
+    print(f"copy rate {rate / 1e6:.2f} TB/s, of a fill {filled / 1e6:.2f}", flush=True)
     rows = []
     for model, tokens in sizes:
         rows.append(times(model, tokens, rate))
         print(rows[-1], flush=True)
         torch.cuda.empty_cache()
-    return {"copy TB/s": rate / 1e6, "checks": checks, "local": rows}
+    return {"copy TB/s": rate / 1e6, "fill TB/s": filled / 1e6, "checks": checks, "local": rows}
 
 
 def main() -> None:
@@ -175,6 +175,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--budget", type=float, default=120.0, help="seconds for the checks")
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="of the one GPU's rows")
     arguments = parser.parse_args()
     if arguments.ranks == 1:
         results = one_gpu(arguments)

@@ -19,7 +19,7 @@ from rose_dist.kernels.row_tiling import RowTiling
 from rose_dist.kernels.variants import WARP
 
 AHEAD = 4
-"""Pairs of a lane, and slots of a row, that are loaded at a time."""
+"""Pairs of a lane that are loaded at a time."""
 HISTOGRAMS_AHEAD = 16
 """Other blocks' counts that are."""
 
@@ -221,12 +221,11 @@ class ScatterRows(jit.Kernel):
         ]
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        own = slots + Int64(vector.min_of(token, tokens - 1)) * (self.top_k * 4)
+        places = [vector.scalar(own + j * 4, Int32)[0] for j in range(self.top_k)]
         ptx.exit_if(token >= vector.live_rows(live_rows, tokens))
-        for first in range_constexpr(0, self.top_k, AHEAD):
-            some = range(first, min(first + AHEAD, self.top_k))
-            places = [vector.scalar(slots + (Int64(token) * self.top_k + j) * 4, Int32)[0] for j in some]
-            for i in range_constexpr(len(some)):
-                self.write(Int32(places[i]), values, packed, token, scales, packed_scales, group_rows, lane)
+        for j in range_constexpr(self.top_k):
+            self.write(Int32(places[j]), values, packed, token, scales, packed_scales, group_rows, lane)
 
     @cute.jit
     def write(
