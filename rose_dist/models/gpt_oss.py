@@ -79,8 +79,8 @@ class GptOssDecoderLayer(nn.Module):
         self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, place: int, batch: GroupBatch,
         live_rows: Tensor | None, after: RMSNorm,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The same for up to `MAX_ROWS` tokens, in 7 launches for 13: norms, residuals, rotary, routing and dispatch go
-        with the launches beside them.
+        """The same for up to `MAX_ROWS` tokens, in 7 launches for 13, or 8 with several ranks: norms, residuals, rotary,
+        routing and dispatch go with the launches beside them.
 
         Args:
             x: `residual`, the layer's input, normalised.

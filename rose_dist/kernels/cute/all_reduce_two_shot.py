@@ -9,9 +9,9 @@ three left it idle whenever it waited, added or took.
 Region, in every rank's symmetric memory: inbox [ranks, slice_bytes] of slices to be added, outbox [ranks, slice_bytes]
 of sums, then flags u32 [2 stages, MAX_ROUNDS, ranks, MAX_BLOCKS], which must be 0 before the first exchange
 (`peer_regions.two_shot_bytes`).
-Flag [stage][round][source][team]: written by thread `destination` of that team's block of rank `source` (release, system
-scope) with the epoch, once the block has pushed the round's piece; read by the same thread number of the same team's
-next block of the owner of the memory (acquire). It publishes that piece. Flags only grow; epoch: see `packets`.
+Flag [stage][round][source][team]: written by thread `destination` of that team's block of rank `source` (release,
+system scope) with the epoch, once the block has pushed the round's piece; read by the same thread number of the same
+team's next block of the owner of the memory (acquire). It publishes that piece. Flags only grow; epoch: see `packets`.
 Reuse: when a rank has finished an exchange, each of its teams has waited for the sums of every peer's same team, so
 every peer has read its inbox. And it pushes sums only after every peer has begun the same exchange, so has read its
 outbox of the one before.
