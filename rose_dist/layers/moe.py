@@ -44,7 +44,7 @@ class MoE(nn.Module):
         routing = Routing(self.expert_map(chosen.ids, live_rows), chosen.weights)
         dispatched = self._dispatch(x, routing, live_rows)
         rows = ExpertRows(
-            dispatched.counts, dispatched.offsets, self._most_rows(x.shape[0]), dispatched.choice, dispatched.layout,
+            dispatched.counts, dispatched.offsets, self._most_rows(x.shape[0]), dispatched.layout,
             self._listed(dispatched, routing),
         )  # fmt: skip
         expert_out = self.experts(dispatched.x, rows, dispatched.scales)
@@ -78,18 +78,18 @@ class MoE(nn.Module):
         x: [tokens, hidden], up to `MAX_ROWS` tokens. As `forward` between the norms' own launches, in two besides the
         experts'.
         """
-        router, expert_map, most = self.router, self.expert_map, self._most_rows(x.shape[0])
+        router, expert_map = self.router, self.expert_map
 
         def pack(packed: PackedRows) -> Routing:
             routed = route_rows(
                 x, norm.weight, norm.eps, router.weight, router.bias, self.rule, expert_map.load, packed,
                 first_expert=self.exchange.local_experts.start, table=expert_map.table, turn=expert_map.replica,
-                live_rows=live_rows, read_ahead=self.experts.first_packed, most=most,
+                live_rows=live_rows,
             )  # fmt: skip
             return Routing(routed.ids, routed.weights)
 
         dispatched = self.exchange.dispatch_packed(x.shape[0], pack)
-        rows = ExpertRows(dispatched.counts, dispatched.offsets, most)
+        rows = ExpertRows(dispatched.counts, dispatched.offsets, self._most_rows(x.shape[0]))
         return self.exchange.combine_norm(self.experts(dispatched.x, rows), dispatched, x, after.weight, after.eps)
 
     def _most_rows(self, tokens: int) -> int:

@@ -16,6 +16,7 @@ from rose_dist.comm.gpu_group import GpuGroup
 from rose_dist.comm.layout import Layout, LayoutError
 from rose_dist.comm.symmetric_memory import SymmetricMemory
 from rose_dist.comm.tensor_group import TensorGroup
+from rose_dist.kernels import layer_meeting
 from rose_dist.kernels.formats import FP8
 from rose_dist.kernels.fp8_experts import FEW, MANY, require
 from rose_dist.kernels.linear_add import MAX_ROWS
@@ -79,8 +80,8 @@ class GptOssDecoderLayer(nn.Module):
         self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, place: int, batch: GroupBatch,
         live_rows: Tensor | None, after: RMSNorm,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The same for up to `MAX_ROWS` tokens, in 7 launches for 13, or 8 with several ranks: norms, residuals, rotary,
-        routing and dispatch go with the launches beside them.
+        """The same for up to `MAX_ROWS` tokens, in 6 launches for 12, or 7 with several ranks: norms, residuals,
+        rotary, routing and dispatch go with the launches beside them.
 
         Args:
             x: `residual`, the layer's input, normalised.
@@ -191,6 +192,7 @@ class GptOssForCausalLM(nn.Module):
     def check(self) -> None:
         """Raise if a kernel has waited for another in vain; to be called after a step, reads host memory only."""
         self.model.exchange.check()
+        layer_meeting.check()
 
     def forward(self, batch: ForwardBatch) -> Tensor | None:
         """fp32 [wanted rows, vocabulary] on the first rank of each tensor-parallel group, None on the others."""

@@ -28,23 +28,19 @@ from rose_dist.kernels.dsl import (
     Uint8,
     Uint32,
     Uint64,
-    const_expr,
     cute,
     range_constexpr,
 )  # fmt: skip
 from rose_dist.kernels.linear_add import MAX_ROWS
 from rose_dist.kernels.linear_shapes import LINEAR_OUTPUTS, resident_beside
 from rose_dist.kernels.routing import Score
-from rose_dist.kernels.stream_tiling import FirstReads
 from rose_dist.kernels.variants import ROUTERS, WARP
 from rose_dist.kernels.warp_matrix import await_copies, copy_async
 
 
 @cache
-def launcher(
-    arch: Arch, hidden: int, experts: int, k: int, score: Score, table_width: int, first_reads: FirstReads | None
-) -> jit.Launcher:
-    return jit.load(RouteRows.of(arch, hidden, experts, k, score, table_width, first_reads))
+def launcher(arch: Arch, hidden: int, experts: int, k: int, score: Score, table_width: int) -> jit.Launcher:
+    return jit.load(RouteRows.of(arch, hidden, experts, k, score, table_width))
 
 
 @dataclass(frozen=True)
@@ -66,24 +62,18 @@ class RouteRows(jit.Kernel):
     A block fits beside one of `LinearAdd`, or it could not start before that is gone.
 
     table_width: columns of the table of slots, 0 for none.
-
-    first_reads: of the experts' kernel; memory would have nothing to do from here until that one knows its rows.
     """
 
     weights: ResidentWeights
     route: SharedRoute
     table_width: int
-    first_reads: FirstReads | None
 
     @classmethod
-    def of(
-        cls, arch: Arch, hidden: int, experts: int, k: int, score: Score, table_width: int,
-        first_reads: FirstReads | None,
-    ) -> RouteRows:  # fmt: skip
+    def of(cls, arch: Arch, hidden: int, experts: int, k: int, score: Score, table_width: int) -> RouteRows:
         weights = ResidentWeights(hidden, resident_beside(hidden))
         shape = ROUTERS.variants[0]
         route = SharedRoute(arch, torch.bfloat16, experts, k, score, 1, 1, False, False, shape, 16)
-        return cls(arch, weights, route, table_width, first_reads)
+        return cls(arch, weights, route, table_width)
 
     @property
     def hidden(self) -> int:
@@ -116,18 +106,16 @@ class RouteRows(jit.Kernel):
     def __call__(
         self, x: Int64, scale: Int64, weight: Int64, bias: Int64, live_rows: Int64, load: Int64, table: Int64,
         turn: Int32, first_expert: Int32, held: Int32, packed: Int64, ids: Int64, weights: Int64, slots: Int64,
-        counts: Int64, offsets: Int64, matrices: Int64, readers: Int32, rows: Int32, eps: Float32, factor: Float32,
-        stream: Stream,
+        counts: Int64, offsets: Int64, rows: Int32, eps: Float32, factor: Float32, stream: Stream,
     ) -> None:  # fmt: skip
         """Addresses: x bf16 [rows, hidden], scale bf16 [hidden], weight bf16 [experts, hidden], bias bf16 [experts] or
         0, live_rows int32 [1] or 0, load u64 [experts], added to, table int32 [experts, table_width] and turn as for
         `map_experts`; written are packed bf16 [.., hidden], ids int32, weights fp32 and slots int32 [rows, k], counts
-        int32 [held] and offsets int64 [held + 1], of the experts from `first_expert` on. matrices: of these experts'
-        first layer, which `readers` blocks will read; unused without `first_reads`.
+        int32 [held] and offsets int64 [held + 1], of the experts from `first_expert` on.
         """
         self.kernel(
             x, scale, weight, bias, live_rows, load, table, turn, first_expert, held, packed, ids, weights, slots,
-            counts, offsets, matrices, readers, rows, eps, factor,
+            counts, offsets, rows, eps, factor,
         ).launch(
             grid=[self.blocks, 1, 1], block=[self.weights.threads, 1, 1], cluster=[self.blocks, 1, 1],
             smem=self.places["size"], stream=stream, use_pdl=True, min_blocks_per_mp=self.weights.shape.per_sm,
@@ -138,7 +126,7 @@ class RouteRows(jit.Kernel):
     def kernel(
         self, x: Int64, scale: Int64, weight: Int64, bias: Int64, live_rows: Int64, load: Int64, table: Int64,
         turn: Int32, first_expert: Int32, held: Int32, packed: Int64, ids: Int64, weights: Int64, slots: Int64,
-        counts: Int64, offsets: Int64, matrices: Int64, readers: Int32, rows: Int32, eps: Float32, factor: Float32,
+        counts: Int64, offsets: Int64, rows: Int32, eps: Float32, factor: Float32,
     ) -> None:  # fmt: skip
         product = self.weights
         cute.arch.griddepcontrol_launch_dependents()
@@ -174,8 +162,6 @@ class RouteRows(jit.Kernel):
         if block == self.blocks - 1:
             self.count(shared, counts, offsets, held, rows * self.route.k)
         cute.arch.sync_threads()
-        if const_expr(self.first_reads is not None):
-            self.read_ahead(shared, matrices, readers, rows * self.route.k, block)
         self.pack(shared, packed, rows * self.route.k, block)
 
     def operands(self, shared: Any, rows: Any) -> list[Any]:
@@ -278,27 +264,6 @@ class RouteRows(jit.Kernel):
                 row = source.row(shared + self.places["rows"], pair // self.route.k)
                 words = load_shared(row + at * 16, 4)
                 vector.store_words(packed + Int64(slot) * (self.hidden * 2) + at * 16, words, Uint32, 16)
-
-    @cute.jit
-    def read_ahead(self, shared: Int32, matrices: Int64, readers: Int32, pairs: Int32, block: Int32) -> None:
-        """Ask for what the experts' blocks read first: they share all rows' matrices evenly, in the rows' order."""
-        reads: Any = self.first_reads
-        size, rows = reads.tiles * reads.tile_bytes, Int32(0)
-        for pair in range(pairs):
-            rows += vector.select(self.chosen(shared, pair) >= 0, Int32(1), Int32(0))
-        # A lane or two a warp: a warp's prefetches go one after the other.
-        warp, lane = cute.arch.thread_idx()[0] // WARP, cute.arch.thread_idx()[0] % WARP
-        own = (lane * self.weights.shape.warps + warp) * self.blocks + block
-        for reader in range(own, readers, self.weights.threads * self.blocks):
-            item = rows * reads.tiles * reader // readers
-            row, expert = item // reads.tiles, Int32(-1)
-            for pair in range(pairs):
-                found = self.get(shared, "slots", pair, Int32) == row
-                expert = vector.select(found, self.chosen(shared, pair), expert)
-            at = (item - row * reads.tiles) * reads.tile_bytes
-            if expert >= 0:
-                source = matrices + Int64(expert) * size + at
-                ptx.prefetch_to_l2(source, vector.min_of(Int32(reads.ring_bytes), size - at))
 
     def chosen(self, shared: Any, pair: Any) -> Any:
         return self.get(shared, "chosen", pair, Int32)
