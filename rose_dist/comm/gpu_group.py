@@ -43,11 +43,13 @@ class GpuGroup:
         self.reduce.add(part, residual)
 
     def gather_columns(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
-        start = sum(widths[: self.rank])
-        whole = part.new_zeros(part.shape[0], sum(widths))
+        start, dtype, hidden = sum(widths[: self.rank]), self.reduce.sizes.dtype, self.reduce.sizes.hidden
+        count = part.shape[0] * sum(widths)
+        rows = part.new_zeros(-(-count // hidden), hidden, dtype=dtype)
+        whole = rows.view(-1)[:count].view(part.shape[0], sum(widths))
         whole[:, start : start + widths[self.rank]] = part
-        total = self._sum(whole.view(-1)).view(whole.shape).to(part.dtype)
-        return total if self.rank == 0 else None
+        self.reduce(rows, rows)
+        return whole.to(part.dtype) if self.rank == 0 else None
 
     def broadcast(self, tensor: Tensor) -> None:
         parts = torch.stack([(tensor >> shift) & 255 for shift in _BYTES])

@@ -43,7 +43,7 @@ def two_shot(arch: Arch, sizes: Sizes, dtype: torch.dtype) -> TwoShot:
     """For many rows, of `dtype`."""
     from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot  # noqa: PLC0415 - it loads the compiler
 
-    kernel = TwoShot(arch, sizes.ranks, dtype)
+    kernel = TwoShot.of(arch, sizes.ranks, dtype)
     return kernel if TEAMS else replace(kernel, threads=512, roles=1)
 
 

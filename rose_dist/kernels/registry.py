@@ -289,7 +289,7 @@ def _all_reduces(arch: Arch) -> Iterator[Kernel]:
                 yield OneShot(arch, ranks, hidden, bf16, source, False, accumulate, parts)
     for ranks in (2, 4, 8):
         for dtype in (bf16, torch.float32):
-            yield TwoShot(arch, ranks, dtype)
+            yield TwoShot.of(arch, ranks, dtype)
         yield Multicast(arch, ranks)
 
 

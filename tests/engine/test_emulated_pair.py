@@ -153,3 +153,18 @@ def test_a_decode_step_of_two_ranks_is_that_of_one(ep: int, tmp_path: Path, monk
     loads = [[one.load.tolist() for one in model.model.expert_maps] for model in models]
     assert loads[0] == loads[1]
     assert all(sum(load) == 2 * CONFIG["experts_per_token"] for load in loads[0])
+
+
+def test_columns_are_gathered_on_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = Sizes(2, 64, BF16, 8, SMS)
+    emulated(monkeypatch, "sm_90a")
+    cluster = Cluster(2, sizes.region_bytes, monkeypatch)
+    place, found = resident(Resident(cluster), monkeypatch), []
+    parts = [torch.randn(3, 30).to(BF16), torch.randn(3, 20).to(BF16)]
+    for rank, part in enumerate(parts):
+        with cluster.on(rank):
+            reduce = AllReduce(sizes, DEVICE, rank, tuple(cluster.peers.addresses[:2]))
+            found.append(GpuGroup(OneOf(rank, 2), reduce).gather_columns(place(part), [30, 20]))
+    cluster.peers.run()
+    assert found[1] is None
+    assert torch.equal(found[0].as_subclass(torch.Tensor), torch.cat(parts, 1))

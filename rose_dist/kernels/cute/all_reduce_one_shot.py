@@ -187,7 +187,9 @@ class OneShot(jit.Kernel):
         """Wait for a part's packets, add them up and write the result. What they are added to is loaded meanwhile."""
         sums, before, scales = [], [], []
         if const_expr(self.norm):
-            before, scales = self.read(part, residual, x), self.read(Int32(0), weight, weight)
+            before = self.read(part, residual, x)
+        if const_expr(self.norm and self.turns == 1):  # of several turns they would not fit into registers
+            scales = self.read(Int32(0), weight, weight)
         if const_expr(self.accumulate):
             before = self.read(part, out, x)
         for turn in range_constexpr(self.turns):
@@ -202,6 +204,8 @@ class OneShot(jit.Kernel):
             for i in range_constexpr(PACKET_WORDS):
                 sums.append(self.add(received, i))
         if const_expr(self.norm):
+            if const_expr(self.turns > 1):
+                scales = self.read(Int32(0), weight, weight)
             self.write_norm(part, sums, before, scales, out, total, eps)
         else:
             self.write(part, sums, before, out)

@@ -25,12 +25,13 @@ from typing import Any
 import torch
 
 from rose_dist.kernels import jit, ptx, sync, vector
+from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute import packets
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, const_expr, cute, cutlass, range_constexpr
 from rose_dist.kernels.peer_regions import ADD_STAGE, MAX_BLOCKS, MAX_ROUNDS, TAKE_STAGE
 
-UNROLL = 4
-"""Vectors that a thread copies at a time: it loads all of them before it stores the first."""
+UNROLL, SUMS = 4, 2
+"""Vectors that a thread copies, and sums that it makes, at a time: it loads all of them before it stores the first."""
 VECTOR_BYTES = 16
 ROLES = 3
 """Blocks of a team."""
@@ -44,7 +45,7 @@ class TwoShot(jit.Kernel):
 
     ranks: int
     dtype: torch.dtype
-    threads: int = 192
+    threads: int
     roles: int = ROLES
 
     @property
@@ -52,10 +53,10 @@ class TwoShot(jit.Kernel):
         """Elements of a vector."""
         return VECTOR_BYTES // self.dtype.itemsize
 
-    @property
-    def sums(self) -> int:
-        """That a thread makes at a time."""
-        return 2 if self.ranks <= 4 else 1  # a vector of every rank is in registers
+    @classmethod
+    def of(cls, arch: Arch, ranks: int, dtype: torch.dtype) -> TwoShot:
+        """With as many threads as three blocks an SM have registers for; each holds vectors of all ranks."""
+        return cls(arch, ranks, dtype, threads=192 if ranks <= 4 else 128)
 
     @cute.jit
     def __call__(
@@ -189,15 +190,15 @@ class TwoShot(jit.Kernel):
         """The sums of this rank's slice, to `out` and to everyone."""
         first = Int64(rank) * share
         stop = vector.min_of(end, vectors - rank * share)
-        for some in range(begin, stop, self.threads * self.sums):
+        for some in range(begin, stop, self.threads * SUMS):
             loaded = []
-            for i in range_constexpr(self.sums):
+            for i in range_constexpr(SUMS):
                 at = self.place(some, i, stop)
                 here = x + (first + at) * VECTOR_BYTES
                 for source in range_constexpr(self.ranks):
                     there = inbox + source * slice_bytes + Int64(at) * VECTOR_BYTES
                     loaded.append(ptx.load_16b(Int64(vector.select(rank == source, here, there))))
-            for i in range_constexpr(self.sums):
+            for i in range_constexpr(SUMS):
                 words, at = self.sum(loaded[i * self.ranks : (i + 1) * self.ranks]), some + i * self.threads
                 if at < stop:
                     ptx.store_16b(out + (first + at) * VECTOR_BYTES, words)
