@@ -40,7 +40,7 @@ def figures(layers: list[Layer], tokens: int, name: str, rate: float) -> dict[st
     torch.manual_seed(tokens)
     x, rows, _ = routed(tokens, layers[0].gate_up.experts)
     h, y = torch.empty_like(x), torch.empty_like(x)
-    shape = EXPERT_SHAPES.select(16)
+    shape = EXPERT_SHAPES.select(8)
 
     def call(layer: Layer, gated: bool) -> None:
         weight, bias = (layer.gate_up, layer.gate_up_bias) if gated else (layer.down, layer.down_bias)

@@ -142,8 +142,9 @@ class GemmTiling:
         return self.ring_offset + self.stages * self.stage_bytes
 
 
-EXPERT_GEMM_ROWS = 40
-"""Rows of the largest expert from which on `gemm`'s kernel serves: 24 on average, if they are spread at random."""
+EXPERT_GEMM_ROWS = 17
+"""Rows of the largest expert from which on the kernels of many rows serve: 8 on average, if they are spread at random.
+H200, gpt-oss-120b, both layers: 484 against 561 us for 128 tokens (4 on average), 805 against 642 for 512 (16)."""
 
 
 @cache

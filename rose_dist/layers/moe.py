@@ -73,11 +73,13 @@ class MoE(nn.Module):
         few = self.exchange.packs_only and self.expert_map.single
         return few and takes_router(self.router.weight, self.rule) and takes_rows(self.hidden, self.router.weight.dtype)
 
-    def add_few(self, x: Tensor, norm: RMSNorm, after: RMSNorm, live_rows: Tensor | None = None) -> Tensor:
+    def add_few(
+        self, x: Tensor, norm: RMSNorm, after: RMSNorm, live_rows: Tensor | None, ahead: Tensor | None
+    ) -> Tensor:
         """Add the block's results for norm(x) to `x`, in place; returns after(x).
 
         x: [tokens, hidden], up to `MAX_ROWS` tokens. As `forward` between the norms' own launches, in two besides the
-        experts'.
+        experts'. ahead: the weights that are read next.
         """
         router = self.router
 
@@ -91,7 +93,7 @@ class MoE(nn.Module):
         dispatched = self.exchange.dispatch_packed(x.shape[0], pack)
         rows = ExpertRows(dispatched.counts, dispatched.offsets, self._most_rows(x.shape[0]))
         return self.exchange.combine_packed(
-            self.experts(dispatched.x, rows),
+            self.experts(dispatched.x, rows, ahead=ahead),
             dispatched,
             lambda results, slots, weights: combine_norm(results, slots, weights, x, after.weight, after.eps),
         )
@@ -99,4 +101,4 @@ class MoE(nn.Module):
     def _most_rows(self, tokens: int) -> int:
         """Rows of the largest expert, three standard deviations above the mean of an even spread."""
         mean = tokens * self.rule.k / self.experts.held.num_experts
-        return max(1, round(mean + 3 * math.sqrt(mean)))
+        return math.ceil(mean + 3 * math.sqrt(mean))
