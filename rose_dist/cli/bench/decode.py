@@ -89,10 +89,11 @@ def _fill_cache(engine: Engine) -> None:
 def _measure(
     engine: Engine, batch: int, context: int, steps: int, profiled: bool, copy_rate: float
 ) -> tuple[dict[str, Any], str]:
+    from rose_dist.cli.bench.expert_spread import touched_share, uniform_share  # noqa: PLC0415  imports torch
     from rose_dist.cli.bench.floor import floor_bytes, synchronize  # noqa: PLC0415
     from rose_dist.cli.bench.profile import breakdown  # noqa: PLC0415
 
-    device, idle, text = engine.config.device, 0.0, ""
+    device, model, idle, text = engine.config.device, engine.runner.model, 0.0, ""
     with _running(engine, batch, context, WARM_UP + steps + PROFILED + 5):
         for _ in range(WARM_UP):
             engine.step()
@@ -102,11 +103,11 @@ def _measure(
             engine.step()
         synchronize(device)
         seconds = (time.perf_counter() - begun) / steps
-        touched = _touched(engine)
+        touched = touched_share(model, engine.step)
         if profiled:
             found = breakdown(engine.step, PROFILED)
             idle, text = found.idle, found.text()
-    floor = floor_bytes(engine.runner.model, batch, context, touched) / copy_rate
+    floor = floor_bytes(model, batch, context, touched) / copy_rate
     row = {
         "batch": batch,
         "ms_step": seconds * 1e3,
@@ -114,20 +115,9 @@ def _measure(
         "floor_ms": floor * 1e3,
         "share_of_floor": floor / seconds,
         "experts_touched": touched,
+        "touched_if_uniform": uniform_share(model, batch),
     }
     return row | ({"idle_share": idle} if profiled else {}), text
-
-
-def _touched(engine: Engine) -> float:
-    """Share of all layers' experts that one more step goes to."""
-    from rose_dist.cli.bench.floor import synchronize  # noqa: PLC0415
-
-    load, device = engine.runner.model.expert_load, engine.config.device
-    synchronize(device)
-    before = load.clone()
-    engine.step()
-    synchronize(device)
-    return float((load > before).double().mean())
 
 
 @contextmanager
