@@ -54,11 +54,11 @@ from rose_dist.kernels.qk_norm import Rotary
 from rose_dist.kernels.routing import Score
 from rose_dist.kernels.row_tiling import (
     ACTIVATION_SHAPES,
-    CLUSTER_SHAPE,
     DECODE_SHAPES,
     QUANTIZE_SHAPES,
     QUANTIZED_ACTIVATION_SHAPES,
     ROW_SHAPES,
+    SHORT_QUANTIZE_SHAPES,
     tile,
 )
 from rose_dist.kernels.stream_tiling import EXPERT_SHAPES, FirstReads, stream
@@ -160,8 +160,8 @@ def _norms(arch: Arch) -> Iterator[Kernel]:
         for shape in ROW_SHAPES.variants:
             for residual in (False, True):
                 yield norm_kernel(arch, dtype, dtype, hidden, shape, width, 0.0, residual, None)
-    for residual in (False, True):
-        yield norm_kernel(arch, dtype, dtype, HIDDEN[-1], CLUSTER_SHAPE, width, 0.0, residual, None)
+    output = BlockOutput(FP8, ScaleLayout.ROWS, 128)
+    yield norm_kernel(arch, dtype, dtype, 128, SHORT_QUANTIZE_SHAPES.variants[-1], width, 0.0, False, output)
     for hidden in HIDDEN:
         for fmt in (FP8, MXFP8):
             for shape in QUANTIZE_SHAPES.variants:
