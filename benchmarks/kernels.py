@@ -2,9 +2,10 @@
 
     python -m benchmarks.kernels [--out benchmarks/results/h200] [--only TEXT[,TEXT]] [--no-compile] [--flashinfer DIR]
 
-`--only` takes the cases whose "kernel shape" holds one of the texts, as in `--only "quantize mxfp4,rms_norm_fp8"`, and
-writes kernels_selected instead of kernels. Writes the .json and the .md after every group of cases, so that an
-interrupted run keeps what it has. A time is the median over graph replays divided by the calls in the graph; the spread
+`--only` takes whole sections (norms, qk_norms, activations, quantisers, routers, embeddings, barrier, cold_start) and
+the cases whose "kernel shape" holds one of the texts, as in `--only "routers,barrier,rms_norm_fp8"`, and writes
+kernels_selected instead of kernels. Writes the .json and the .md after every section, so that an interrupted run keeps
+what it has. A time is the median over graph replays divided by the calls in the graph; the spread
 is the distance from the 10th to the 90th percentile. Peers: other tilings of the same kernel (`kernel_variants.py`),
 eager torch, torch.compile, quack if it can be imported, and FlashInfer's kernels if `--flashinfer` names a folder with
 its `norm` and `silu_and_mul` modules built as fi_norm.so and fi_silu.so.
@@ -13,6 +14,7 @@ its `norm` and `silu_and_mul` modules built as fi_norm.so and fi_silu.so.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,8 @@ from typing import Any
 import torch
 
 from benchmarks.graphs import copy_rate
-from benchmarks.kernel_cases import CUDA, EPS, GROUPS, Call, Case, Peers, bf16
+from benchmarks.kernel_cases import CUDA, EPS, SECTIONS, Call, Case, Peers, bf16
+from benchmarks.kernel_variants import Variant
 from rose_dist.kernels import jit, launch, probe
 from rose_dist.kernels.embedding import embed
 from rose_dist.kernels.formats import FP8
@@ -40,6 +44,7 @@ from rose_dist.kernels.sync import WaitReport
 
 BIG = 1 << 28
 """Bytes of traffic from which on a kernel is compared with a copy."""
+BUDGET_S = 0.12
 COPIES = {"4 GiB": 4 << 30, "1 GiB": 1 << 30, "512 MiB": 512 << 20}
 
 
@@ -51,8 +56,8 @@ class Time:
     spread: float
 
 
-def time_call(call: Call, budget_s: float = 0.25) -> Time:
-    """Median over replays of a graph of several calls."""
+def calls_of(call: Call) -> int:
+    """How many calls a graph should have, so that its own launch counts little."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(3):
@@ -61,15 +66,20 @@ def time_call(call: Call, budget_s: float = 0.25) -> Time:
     start = time.perf_counter()
     call()
     torch.cuda.synchronize()
-    once = time.perf_counter() - start
-    calls = max(2, min(50, int(0.02 / once)))
+    return max(2, min(50, int(0.02 / (time.perf_counter() - start))))
+
+
+def time_call(call: Call, calls: int) -> Time:
+    """Median over replays of a graph of so many calls."""
+    call()
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = [call() for _ in range(calls)]
     del kept
     samples = []
-    until = time.perf_counter() + budget_s
-    while len(samples) < 10 or (time.perf_counter() < until and len(samples) < 200):
+    until = time.perf_counter() + BUDGET_S
+    while len(samples) < 12 or (time.perf_counter() < until and len(samples) < 200):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()
@@ -159,21 +169,37 @@ def cold_start(folder: Path) -> dict[str, Any]:
     return result
 
 
+def time_variant(variant: Variant, call: Call, calls: int) -> Time:
+    """In a graph of as many calls as the kernel's own."""
+    with variant():
+        return time_call(call, calls)
+
+
+def time_peer(call: Call) -> Time:
+    return time_call(call, calls_of(call))
+
+
 def measure(case: Case, compile_peers: bool) -> dict[str, Any]:
     """All times of one case; a peer that fails is noted, not fatal."""
-    own = time_call(case.call)
+    calls = calls_of(case.call)
+    own = time_call(case.call, calls)
     row: dict[str, Any] = {"kernel": case.kernel, "shape": case.shape, "bytes": case.bytes, "us": asdict(own)}
     row["tb_s"] = case.bytes / own.median / 1e6
     if case.bytes >= BIG:
         row["copy_tb_s"] = copy_rate(case.bytes, copies=4) / 1e6
-    row["peers"] = {}
-    calls = {**case.variants, **case.peers}
+    timed: dict[str, Callable[[], Time]] = {}
+    for name, variant in case.variants.items():
+        timed[name] = functools.partial(time_variant, variant, case.call, calls)
+    others = dict(case.peers)
     if case.compiled is not None and compile_peers:
         torch._dynamo.reset()
-        calls["torch.compile"] = torch.compile(case.compiled, dynamic=False)
-    for name, call in calls.items():
+        others["torch.compile"] = torch.compile(case.compiled, dynamic=False)
+    for name, call in others.items():
+        timed[name] = functools.partial(time_peer, call)
+    row["peers"] = {}
+    for name, time_it in timed.items():
         try:
-            row["peers"][name] = asdict(time_call(call, 0.15))
+            row["peers"][name] = asdict(time_it())
         except Exception as error:
             row["peers"][name] = {"failed": str(error)[:200]}
     return row
@@ -211,9 +237,10 @@ def table(result: dict[str, Any]) -> str:
             speed = f"{row['tb_s']:.2f} | {row['tb_s'] / rate:.0%} | {row['tb_s'] / row['copy_tb_s']:.0%}"
         us = f"{own:.2f} ({row['us']['spread']:.2f})"
         lines.append(f"| {row['kernel']} | {row['shape']} | {us} | {speed} | {peers} |")
-    extras = {"Grid barrier, us by blocks": "barrier_us", "Cold start of GPT-OSS's variants, s": "cold_start"}
+    extras = {"Grid barrier, us by blocks": "barrier", "Cold start of GPT-OSS's variants, s": "cold_start"}
     for title, key in extras.items():
-        lines += ["", f"{title}: `{json.dumps(result.get(key))}`"]
+        if key in result:
+            lines += ["", f"{title}: `{json.dumps(result[key])}`"]
     return "\n".join(lines) + "\n"
 
 
@@ -249,9 +276,14 @@ def main() -> None:
         (arguments.out / f"{name}.json").write_text(json.dumps(result, indent=1))
         (arguments.out / f"{name}.md").write_text(table(result))
 
-    for group in GROUPS:
-        for case in group(peers):
-            if not any(text in f"{case.kernel} {case.shape}" for text in arguments.only.split(",")):
+    extras = {"barrier": barriers, "cold_start": functools.partial(cold_start, arguments.out / ".cache")}
+    wanted = arguments.only.split(",")
+    whole = {*wanted} <= {*SECTIONS, *extras}
+    for section, cases in SECTIONS.items():
+        if whole and section not in wanted:
+            continue
+        for case in cases(peers):
+            if section not in wanted and not any(text in f"{case.kernel} {case.shape}" for text in wanted):
                 continue
             compile_peers = not arguments.no_compile and time.perf_counter() - started < arguments.compile_until
             try:
@@ -265,8 +297,8 @@ def main() -> None:
                 row = {"kernel": case.kernel, "shape": case.shape, "failed": f"{type(error).__name__}: {error}"}
             result["cases"].append(row)
         save()
-    if not arguments.only:
-        for key, function in (("barrier_us", barriers), ("cold_start", lambda: cold_start(arguments.out / ".cache"))):
+    for key, function in extras.items():
+        if key in wanted or not arguments.only:
             try:
                 result[key] = function()
             except Exception:

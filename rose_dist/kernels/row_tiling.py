@@ -114,8 +114,8 @@ SHORT_QUANTIZE_SHAPES = Ranges(
         RowShape(bytes=64, threads=128, lane_bytes=64),
     ),
 )
-"""As `QUANTIZE_SHAPES`, for a norm without residual of rows of up to `SHORT_ROW_BYTES`, which have too few bytes each: 32
-rows a block took 104 us on H200 where 16 took 172 (2^20 rows of 128)."""
+"""As `QUANTIZE_SHAPES`, for a norm without residual of rows of up to `SHORT_ROW_BYTES`, which have few bytes each: with
+32 rows a block, 2^20 of 128 took 104 us on H200."""
 ACTIVATION_SHAPES = Ranges(
     (0, 1, 8),
     (
