@@ -42,11 +42,11 @@ def norms(rows: int, hidden: int, *, quantized: bool, residual: bool) -> dict[st
         long = LONG_ROWS if hidden * 2 > LONG_ROW_BYTES and residual else {}
         return {name: _with_shape(rms_norm, table, shape) for name, shape in long.items()}
     found: dict[str, Variant] = {
-        "clusters of one block": partial(_holding, cute_norm, "RMSNorm", ClustersOfOne),
-        "weights first": partial(_holding, RowShape, "streams", False),
+        "clusters of one block": partial(holding, cute_norm, "RMSNorm", ClustersOfOne),
+        "weights first": partial(holding, RowShape, "streams", False),
     }
     if quantized and not residual and hidden * 2 <= SHORT_ROW_BYTES:
-        found["32 B a lane"] = partial(_holding, rms_norm, "SHORT_QUANTIZE_SHAPES", QUANTIZE_SHAPES)
+        found["32 B a lane"] = partial(holding, rms_norm, "SHORT_QUANTIZE_SHAPES", QUANTIZE_SHAPES)
     return found
 
 
@@ -70,23 +70,23 @@ def routers(tokens: int, *, counts: bool) -> dict[str, Variant]:
 
 
 def _with_shape(module: Any, table: str, shape: Any) -> Variant:
-    return partial(_holding, module, table, Ranges((0,), (shape,)))
+    return partial(holding, module, table, Ranges((0,), (shape,)))
 
 
 @contextmanager
-def _holding(owner: Any, name: str, value: Any) -> Iterator[None]:
+def holding(owner: Any, name: str, value: Any) -> Iterator[None]:
     """An attribute replaced, and what was chosen by it forgotten."""
     held = vars(owner)[name]
     setattr(owner, name, value)
-    _forget()
+    forget()
     try:
         yield
     finally:
         setattr(owner, name, held)
-        _forget()
+        forget()
 
 
-def _forget() -> None:
+def forget() -> None:
     """Choices that public functions remember; loaded kernels stay."""
     for name, module in list(sys.modules.items()):
         if name.startswith("rose_dist.kernels."):

@@ -9,6 +9,7 @@ import torch
 
 from rose_dist.kernels import launch, probe
 from rose_dist.kernels.arch import Arch
+from rose_dist.kernels.attention_tiling import heads_together
 from rose_dist.kernels.cute.all_reduce_multicast import Multicast
 from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
 from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
@@ -29,7 +30,7 @@ from rose_dist.kernels.cute.mxfp4_experts_prefill import ExpertGemm
 from rose_dist.kernels.cute.mxfp4_experts_warpgroup import WarpgroupExpertGemm
 from rose_dist.kernels.cute.network_combine import LandResultRows, LandResults
 from rose_dist.kernels.cute.network_dispatch import LandRecords
-from rose_dist.kernels.cute.paged_attention_decode import DecodeAttention, heads_together
+from rose_dist.kernels.cute.paged_attention_decode import DecodeAttention
 from rose_dist.kernels.cute.qk_norm import QKNormRope
 from rose_dist.kernels.cute.quantize import Dequantize, decoded_count, quantize_kernel
 from rose_dist.kernels.cute.resident_weights import ResidentWeights
@@ -231,9 +232,9 @@ def _attention(arch: Arch) -> Iterator[Kernel]:
     for head_dim in HEAD_DIMS:
         for wide in (False, True):
             for cache in (torch.bfloat16, torch.float8_e4m3fn):
-                heads = heads_together(8, head_dim, cache, wide)
-                yield DecodeAttention(arch, dtype, cache, head_dim, heads, wide, block_tiles=1, early=True)
-    yield DecodeAttention(arch, dtype, dtype, 64, heads=1, wide_group=False, block_tiles=1, early=True)
+                for requests in (1, 8, 128):
+                    heads = heads_together(requests, 8, head_dim, cache.itemsize, wide_group=wide)
+                    yield DecodeAttention(arch, dtype, cache, head_dim, heads, wide, block_tiles=1, early=True)
     yield DecodeAttention(arch, dtype, dtype, 64, heads=2, wide_group=False, block_tiles=1, early=False)
 
 
