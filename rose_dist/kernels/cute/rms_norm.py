@@ -77,7 +77,7 @@ class RMSNorm(jit.Kernel):
 
     @property
     def cluster(self) -> list[int] | None:
-        """None where there need be none: clusters, even of one block, start more slowly."""
+        """None where a row has one block: a cluster of one is launched as a cluster, too."""
         return [self.tiling.splits, 1, 1] if self.meets else None
 
     @cute.jit
