@@ -23,7 +23,7 @@ one, still frees the one before, and is not to wait for the one after."""
 class WarpgroupTiling:
     """A block's warpgroups take 4 groups of 32 matrix rows each; as many warps as one has feed them.
 
-    A stage of the ring holds columns of all rows of x, then of all matrix rows, then biases of these: in an item's last.
+    A stage of the ring holds columns of all rows of x, then of all matrix rows, then, in an item's last, their biases.
     """
 
     columns: int

@@ -8,7 +8,7 @@ from typing import Any
 
 from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
-from rose_dist.kernels.cute.expert_segments import count_segments, list_even_segments, load_experts
+from rose_dist.kernels.cute.expert_segments import list_even_segments, load_experts
 from rose_dist.kernels.cute.expert_slots import shared_integers
 from rose_dist.kernels.cute.mxfp4_feeder import CELLS, Feeder
 from rose_dist.kernels.cute.mxfp4_operands import barrier, decode, load_shared, next_stage, wait
@@ -89,7 +89,6 @@ class WarpgroupExpertGemm(jit.Kernel):
         thread = cute.arch.thread_idx()[0]
         shared = Int32(cute.arch.get_dyn_smem(Uint8, alignment=128).toint())
         segments = [shared_integers(SEGMENTS) for _ in range(4)]
-        starts = shared_integers(self.experts + 1)
         if thread < 2 * tiling.stages:
             arrivals = vector.select(thread < tiling.stages, Int32(tiling.feeders), Int32(tiling.warps))
             cute.arch.mbarrier_init(barrier(shared, thread), arrivals)
@@ -97,9 +96,7 @@ class WarpgroupExpertGemm(jit.Kernel):
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         mine = load_experts(counts, offsets, rescale, self.experts, tiling.threads)
-        count_segments(mine, starts, tiling.rows, self.experts, tiling.threads)
-        items = starts[self.experts] * self.groups
-        list_even_segments(mine, starts, segments, self.experts)
+        items = list_even_segments(mine, segments, tiling.rows, self.experts, tiling.threads) * self.groups
         warp = cute.arch.make_warp_uniform(thread // WARP)
         if warp >= tiling.warps:
             cute.arch.setmaxregister_decrease(tiling.registers[0])
