@@ -96,7 +96,7 @@ class Feeder:
             ptx.copy_to_shared(place, source + Int64(step) * size, size, full.toint())
 
     def row_addresses(self, x: Any, start: Any, feeder: Any, count: Any) -> Any:
-        """Where this lane's cell of a scale block begins, in its row of each 8 or the last one in place of any beyond."""
+        """Where this lane's cell of a scale block begins, in its row of each 8 or the last one for any beyond."""
         lane = cute.arch.thread_idx()[0] % WARP
         own = [first + feeder * ROW_GROUP + lane % ROW_GROUP for first in self.firsts]
         rows = [vector.min_of(row, count - 1) + start for row in own]
