@@ -79,8 +79,8 @@ class StreamTiling:
 
     @property
     def row_stride(self) -> int:
-        """Bytes from row to row of x: an odd multiple of 64, so that 8 lanes of 2 rows meet 32 different banks."""
-        return (self.columns | 1) * 64
+        """Bytes from row to row of x: an odd multiple of 16, so that 16 bytes of 8 rows lie in 32 different banks."""
+        return self.columns * 64 + 16
 
     @property
     def barriers(self) -> int:

@@ -115,8 +115,8 @@ class GemmTiling:
 
     @property
     def row_stride(self) -> int:
-        """An odd multiple of 64, so that 8 lanes of 2 rows meet 32 different banks."""
-        return (self.step_columns | 1) * 64
+        """An odd multiple of 16, so that 16 bytes of 8 rows lie in 32 different banks."""
+        return self.step_columns * 64 + 16
 
     @property
     def x_bytes(self) -> int:

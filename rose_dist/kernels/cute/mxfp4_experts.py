@@ -40,7 +40,7 @@ from rose_dist.kernels.dsl import (
 from rose_dist.kernels.mxfp4_layout import CODE_BYTES, TILE_BYTES
 from rose_dist.kernels.stream_tiling import StreamTiling
 from rose_dist.kernels.variants import WARP
-from rose_dist.kernels.warp_matrix import multiply_add
+from rose_dist.kernels.warp_matrix import load_matrices, multiply_add
 
 SEGMENTS = 64
 """Most (expert, rows of x) pairs that one block may meet."""
@@ -209,9 +209,9 @@ class ExpertLinear(jit.Kernel):
     ) -> tuple[Int32, Int32]:
         """An item's products; the ring's stage and parity that come next."""
         tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
-        # A lane reads its own row of each 8, or the last one in place of any beyond.
-        at = shared + tiling.row_offset + buffer * (tiling.rows * tiling.row_stride) + lane % 4 * 16
-        rows = [at + vector.min_of(lane // 4 + 8 * i, count - 1) * tiling.row_stride for i in range(tiling.row_tiles)]
+        # A lane names a row of each 8, or the last one in place of any beyond, and 8 of 32 columns.
+        at = shared + tiling.row_offset + buffer * (tiling.rows * tiling.row_stride) + lane // 8 * 16
+        rows = [at + vector.min_of(lane % 8 + 8 * i, count - 1) * tiling.row_stride for i in range(tiling.row_tiles)]
         for step in range_constexpr(tiling.steps):
             wait(barrier(shared, stage), parity)
             self.multiply(shared, rows, stage, step, sums)
@@ -235,7 +235,7 @@ class ExpertLinear(jit.Kernel):
             codes = load_shared(ring + column * TILE_BYTES + lane * 16, 4)
             scales = load_shared(ring + column * TILE_BYTES + CODE_BYTES + lane // 4 * 4, 1)[0]
             behind = (column + step * tiling.step_columns * tiling.warps) * 64
-            values = [load_shared(row + behind, 4) for row in rows]
+            values = [load_matrices(row + behind) for row in rows]
             for half in range(2):
                 first, second = (decode(codes[i], scales, i) for i in (2 * half, 2 * half + 1))
                 for k in (0, 2):
