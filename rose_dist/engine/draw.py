@@ -122,8 +122,12 @@ def uniform(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) ->
 
     Two rounds of splitmix64's output function (Steele, Lea, Flood 2014) over both.
     """
-    mixed = _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN)
-    return (mixed >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)
+    return (bits(seeds, positions) >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)
+
+
+def bits(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The numbers of `uniform` times 2^64."""
+    return _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN) & ~np.uint64((1 << 11) - 1)
 
 
 def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -90,18 +90,17 @@ class DrawRule:
         return int(pair[0]), _signed(top_k | least << 32), _signed(top_p)
 
 
-NO_DRAW = (0, 0xFFFFFFFF, 0)
-"""In place of a rule's words: the row is left alone."""
+NO_DRAW = np.array([[0], [0xFFFFFFFF], [0], [0]])
+"""In place of a row's words: it is left alone."""
 
 
 def _signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
-def rule_words(rules: list[DrawRule | None]) -> npt.NDArray[np.int64]:
-    """int64 [3, rows]; None for a row that is not to be drawn."""
-    words = [NO_DRAW if rule is None else rule.words() for rule in rules]
-    return np.array(words, np.int64).reshape(len(rules), 3).T
+def rule_words(rules: list[DrawRule]) -> npt.NDArray[np.int64]:
+    """int64 [3, rows]."""
+    return np.array([rule.words() for rule in rules], np.int64).reshape(len(rules), 3).T
 
 
 def fits(logits: Tensor) -> bool:
@@ -120,7 +119,8 @@ def draw(logits: Tensor, rules: Tensor, out: Tensor, space: Tensor) -> None:
 
     Args:
         logits: fp32 [rows, columns], dense rows; columns a multiple of 4, at most 400,000. A NaN counts as −inf.
-        rules: int64 [4, rows], rows dense: `rule_words`, and the number that decides, a u64 of which 2^64 would be 1.
+        rules: int64 [4, rows], rows dense: `rule_words`, and the number that decides, a u64
+            of which 2^64 would be 1; or `NO_DRAW`.
         out: int64 [rows], written but for the rows without a rule.
         space: a `workspace` for as many rows or more, of as many columns.
 

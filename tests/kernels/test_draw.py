@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rose_dist.kernels import draw as kernel
-from rose_dist.kernels.draw import DrawRule, RowSplit, rule_words
+from rose_dist.kernels.draw import DrawRule, rule_words
 
 NUMBERS = (0, 1 << 63, 0x5A5A_1234_9876_0000, (1 << 64) - (1 << 11))
 

@@ -90,12 +90,7 @@ class ClusterRow:
             best = Uint32(vector.max_u32(best, read(partials + warp * 8, Uint32)))
         first = Uint32(columns - 1)
         if (where != 0) & (key == best):
-            for back in range(split.steps):
-                step = split.steps - 1 - back
-                values = load_shared_floats(self.place(row, step))
-                for i in range_constexpr(VECTOR - 1, -1, -1):
-                    if values[i] == own:
-                        first = Uint32(self.index(step) + i)
+            first = self.first_of(row, own)
         first = Uint32(cute.arch.warp_redux_sync(first, "umin"))
         if thread % WARP == 0:
             write(partials + thread // WARP * 8 + 4, Uint32(first))
@@ -111,6 +106,18 @@ class ClusterRow:
             elif other == best:
                 first = min_u32(first, read(place, Uint32))
         return unordered(best), Int32(min_u32(first, Uint32(columns - 1)))
+
+    @cute.jit
+    def first_of(self, row: Int32, value: Float32) -> Uint32:
+        """The place of the first of this thread's elements that equals `value`, which is one of them."""
+        first = Uint32(0)
+        for back in range(self.split.steps):
+            step = self.split.steps - 1 - back
+            values = load_shared_floats(self.place(row, step))
+            for i in range_constexpr(VECTOR - 1, -1, -1):
+                if values[i] == value:
+                    first = Uint32(self.index(step) + i)
+        return first
 
     @cute.jit
     def tell(self, told: Int32, turn: Int32, high: Uint32, low: Uint32) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute.cluster_row import (
-    VECTOR,
     ClusterRow,
     octaves,
     pick,
@@ -21,7 +20,7 @@ from rose_dist.kernels.cute.cluster_row import (
 from rose_dist.kernels.cute.draw_sorted import SortedDraw
 from rose_dist.kernels.cute.mxfp4_operands import load_shared_floats
 from rose_dist.kernels.draw import RowSplit
-from rose_dist.kernels.dsl import Boolean, Float32, Int32, Int64, Stream, Uint32, Uint64, cute, range_constexpr
+from rose_dist.kernels.dsl import Boolean, Float32, Int32, Int64, Stream, Uint32, Uint64, cute
 from rose_dist.kernels.variants import WARP
 
 
@@ -64,9 +63,7 @@ class DrawRows(jit.Kernel):
         number = cute.arch.block_idx()[0] // self.split.blocks
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        words = [
-            Uint64(vector.scalar(rules + (Int64(number) + rule_stride * i) * 8, Uint64)[0]) for i in range(4)
-        ]
+        words = [Uint64(vector.scalar(rules + (Int64(number) + rule_stride * i) * 8, Uint64)[0]) for i in range(4)]
         cute.arch.cluster_wait()  # until the other blocks have started: before, their shared memory is not theirs
         if Int32(Uint32(words[1] & Uint64(0xFFFFFFFF))) >= 0:
             self.row.fetch(places[0], places[1], logits + Int64(number) * stride * 4, columns)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from rose_dist.kernels import vector
 from rose_dist.kernels.cute.cluster_row import (
     VECTOR,
     ClusterRow,
     octaves,
-    pick,
     ordered,
+    pick,
     share,
     unordered,
     weight,

@@ -10,13 +10,13 @@ from rose_dist.kernels.cute.cluster_row import (
     VECTOR,
     ClusterRow,
     octaves,
-    pick,
     ordered,
-    share,
+    pick,
     read,
-    write,
+    share,
     unordered,
     weight,
+    write,
 )
 from rose_dist.kernels.cute.draw_bisect import BisectedDraw
 from rose_dist.kernels.cute.mxfp4_operands import load_shared_floats
@@ -55,7 +55,7 @@ class SortedDraw:
         columns: Int32,
     ) -> None:  # fmt: skip
         """Arguments: as `DrawRows.choose` has them; `total` is the sum of all weights. The next turn is 0."""
-        thread, threads = cute.arch.thread_idx()[0], self.split.threads
+        threads = self.split.threads
         outside = total - share(top_p, total)
         self.count(row, bins, most, scale, rest)
         self.cut(bins, partials, top_k, outside)
