@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rose_dist.engine.draw import bits
 from rose_dist.engine.request import Request
+from rose_dist.engine.transfer import to_device
 from rose_dist.kernels.draw import NO_DRAW, DrawRule, draw, fits, rule_words, workspace
 
 
@@ -52,5 +53,4 @@ class DeviceDraw:
 
     def draw_for(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
         """The same for the requests behind the rows."""
-        rules = torch.from_numpy(self.rules(requests)).pin_memory()
-        return self.draw(logits, rules.to(logits.device, non_blocking=True))
+        return self.draw(logits, to_device(torch.from_numpy(self.rules(requests)), logits.device))

@@ -18,6 +18,7 @@ from rose_dist.engine.kv_groups import group_specs, kv_bytes
 from rose_dist.engine.paged_planner import PagedPlanner
 from rose_dist.engine.prefill_graphs import PrefillGraphs
 from rose_dist.engine.step import SequenceStep, Step
+from rose_dist.engine.transfer import to_device
 from rose_dist.kernels.paged_attention import DecodeWorkspace
 from rose_dist.layers.forward_batch import ForwardBatch
 from rose_dist.models.gpt_oss import GptOssForCausalLM
@@ -136,7 +137,7 @@ class ModelRunner:
         return ForwardBatch(ids, self._move(positions), self._move(last), groups)
 
     def _move(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self.config.device, non_blocking=True)
+        return to_device(torch.tensor(values, dtype=torch.int64), self.config.device)
 
 
 def known_tokens(ids: Tensor, sampled: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from rose_dist.engine.logit_rules import adjust, adjusts
 from rose_dist.engine.mask_worker import Masks
 from rose_dist.engine.protocol import TokenLogprobs
 from rose_dist.engine.request import Request
+from rose_dist.engine.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class _Rules:
         return _Rules(
             list(requests),
             [row for row, request in enumerate(requests) if adjusts(request)],
-            torch.tensor(list(wanted), dtype=torch.int64).to(logits.device, non_blocking=True),
+            to_device(torch.tensor(list(wanted), dtype=torch.int64), logits.device),
             wanted,
         )
 
