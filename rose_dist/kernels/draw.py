@@ -26,6 +26,8 @@ MOST_CANDIDATES = 2048
 """So many tokens of a row are sorted; a cut that leaves more is found by bisection, which takes longer."""
 MOST_BLOCKS = 8
 WARPS = 16
+SHORT_COLUMNS = 16_384
+"""Up to here fewer warps share a row."""
 COLUMN_MULTIPLE = 4
 MOST_COLUMNS = 400_000
 """What the shared memory of `MOST_BLOCKS` blocks holds."""
@@ -44,10 +46,9 @@ class RowSplit:
 
     @staticmethod
     def of(columns: int) -> RowSplit:
-        """A short row takes fewer blocks."""
         vectors = -(-columns // COLUMN_MULTIPLE)
-        blocks = next(n for n in (1, 2, 4, MOST_BLOCKS) if n == MOST_BLOCKS or vectors <= n * 4 * WARPS * WARP)
-        return RowSplit(blocks, WARPS, -(-vectors // (blocks * WARPS * WARP)))
+        blocks, warps = (4, 4) if columns <= SHORT_COLUMNS else (MOST_BLOCKS, WARPS)
+        return RowSplit(blocks, warps, -(-vectors // (blocks * warps * WARP)))
 
     @property
     def threads(self) -> int:

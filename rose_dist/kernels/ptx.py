@@ -311,6 +311,13 @@ def fetch_add_shared(address: Any, value: Any, *, loc: Any = None, ip: Any = Non
 
 
 @dsl_user_op
+def add_shared_where(wanted: Any, address: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """u32 add at a shared address (u32) of this block where `wanted`; no branch."""
+    text = "{ .reg .pred wanted; setp.ne.u32 wanted, $0, 0; @wanted red.relaxed.cta.shared::cta.add.u32 [$1], $2; }"
+    _asm(text, "r,r,r", None, Uint32(Boolean(wanted)), Uint32(address), Uint32(value), loc=loc, ip=ip)
+
+
+@dsl_user_op
 def add_shared(address: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
     """u32 add at a shared address (u32) of this block."""
     text = "red.relaxed.cta.shared::cta.add.u32 [$0], $1;"

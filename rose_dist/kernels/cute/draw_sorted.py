@@ -91,14 +91,11 @@ class SortedDraw:
         for step in range(self.split.steps):
             values = load_shared_floats(self.row.place(row, step))
             for i in range_constexpr(VECTOR):
-                halvings = octaves(values[i], most, scale, rest)
-                if halvings < Float32(OCTAVES):
-                    ptx.add_shared(Uint32(bins) + self.bin(halvings) * Uint32(4), Uint32(1))
+                place = octaves(values[i], most, scale, rest) * Float32(threads / OCTAVES)
+                bin_address = Uint32(bins) + Uint32(Int32(place)) * Uint32(4)
+                ptx.add_shared_where(place < Float32(threads), bin_address, Uint32(1))
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
-
-    def bin(self, halvings: Any) -> Any:
-        return Uint32(Int32(halvings * Float32(self.split.threads / OCTAVES)))
 
     @cute.jit
     def cut(self, bins: Int32, partials: Int32, top_k: Int32, outside: Uint64) -> None:
@@ -125,18 +122,17 @@ class SortedDraw:
     @cute.jit
     def gather(self, row: Int32, bins: Int32, space: Int64, most: Float32, scale: Float32, rest: Float32) -> None:
         """Keys of this block's elements up to the last bin, in any order, into its part of the workspace."""
-        last = read(bins + self.split.threads * 4, Uint32)
+        threads = self.split.threads
+        beyond = Float32(Int32(read(bins + threads * 4, Uint32)) + 1)
         target = space + Int64(self.row.rank()) * (self.split.candidates * 8)
         for step in range(self.split.steps):
             values = load_shared_floats(self.row.place(row, step))
             for i in range_constexpr(VECTOR):
-                halvings = octaves(values[i], most, scale, rest)
-                if halvings < Float32(OCTAVES):
-                    if self.bin(halvings) <= last:
-                        place = ptx.fetch_add_shared(Uint32(bins + self.split.threads * 4 + 4), Uint32(1))
-                        if place < Uint32(self.split.candidates):
-                            key = Uint64(~ordered(values[i])) << Uint64(32) | Uint64(self.row.index(step) + i)
-                            vector.scalar(target + Int64(place) * 8, Uint64)[0] = key
+                if octaves(values[i], most, scale, rest) * Float32(threads / OCTAVES) < beyond:
+                    place = ptx.fetch_add_shared(Uint32(bins + threads * 4 + 4), Uint32(1))
+                    if place < Uint32(self.split.candidates):
+                        key = Uint64(~ordered(values[i])) << Uint64(32) | Uint64(self.row.index(step) + i)
+                        vector.scalar(target + Int64(place) * 8, Uint64)[0] = key
         cute.arch.sync_threads()
 
     @cute.jit
