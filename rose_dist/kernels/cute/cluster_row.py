@@ -22,7 +22,7 @@ VECTOR = 4
 
 @dataclass(frozen=True)
 class ClusterRow:
-    """Part of a kernel. A warp has a stretch of the row; a lane takes every 32nd vector of it."""
+    """Part of a kernel, whose dynamic shared memory holds a block's elements. A warp has a stretch of the row; a lane takes every 32nd vector of it."""
 
     split: RowSplit
 
@@ -31,7 +31,7 @@ class ClusterRow:
         other in turn: 2 × [blocks] × u64.
         """
         split = self.split
-        row = cute.arch.alloc_smem(Float32, split.elements, alignment=128)
+        row = cute.arch.get_dyn_smem(Float32, alignment=128)
         barriers = cute.arch.alloc_smem(Int64, split.warps, alignment=8)
         partials = cute.arch.alloc_smem(Uint64, split.warps, alignment=16)
         shared = cute.arch.alloc_smem(Uint64, 2 * split.blocks, alignment=16)
