@@ -53,9 +53,8 @@ def breakdown(step: Callable[[], Any], steps: int) -> Breakdown:
         entry[1] += 1 / steps
     ordered = sorted(sums.items(), key=lambda item: -item[1][0])
     spans = [(event.time_range.start, event.time_range.end, event.name) for event in events]
-    idle = idle_share([(start, end) for start, end, _ in spans])
     gaps = {pair: micros / steps for pair, micros in idle_gaps(spans).items()}
-    return Breakdown({name: (micros, launches) for name, (micros, launches) in ordered}, idle, gaps)
+    return Breakdown({name: (micros, launches) for name, (micros, launches) in ordered}, idle_share(spans), gaps)
 
 
 def idle_gaps(spans: list[tuple[float, float, str]]) -> dict[tuple[str, str], float]:
@@ -70,13 +69,9 @@ def idle_gaps(spans: list[tuple[float, float, str]]) -> dict[tuple[str, str], fl
     return dict(sorted(gaps.items(), key=lambda item: -item[1]))
 
 
-def idle_share(spans: list[tuple[float, float]]) -> float:
+def idle_share(spans: list[tuple[float, float, str]]) -> float:
     """Share of the time from the first span's start to the last one's end that no span covers."""
     if not spans:
         return 0.0
-    covered, reached = 0.0, min(start for start, _ in spans)
-    whole = max(end for _, end in spans) - reached
-    for start, end in sorted(spans):
-        covered += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return 1 - covered / whole if whole else 0.0
+    whole = max(end for _, end, _ in spans) - min(start for start, _, _ in spans)
+    return sum(idle_gaps(spans).values()) / whole if whole else 0.0

@@ -22,7 +22,9 @@ VECTOR = 4
 
 @dataclass(frozen=True)
 class ClusterRow:
-    """Part of a kernel, whose dynamic shared memory holds a block's elements. A warp has a stretch of the row; a lane takes every 32nd vector of it."""
+    """Part of a kernel, whose dynamic shared memory holds a block's elements. A warp has a stretch of the row; a lane
+    takes every 32nd vector of it.
+    """
 
     split: RowSplit
 

@@ -49,8 +49,8 @@ class DrawRows(jit.Kernel):
         """Addresses: logits fp32 with a stride in elements, rules i64 likewise, out i64, space u64. See `draw`."""
         self.kernel(logits, stride, rules, rule_stride, out, space, columns).launch(
             grid=[rows * self.split.blocks, 1, 1], block=[self.split.threads, 1, 1],
-            cluster=[self.split.blocks, 1, 1], smem=self.split.elements * 4, stream=stream, use_pdl=True, min_blocks_per_mp=2,
-            preferred_smem_carveout=100,
+            cluster=[self.split.blocks, 1, 1], smem=self.split.elements * 4, stream=stream, use_pdl=True,
+            min_blocks_per_mp=2, preferred_smem_carveout=100,
         )  # fmt: skip
 
     @cute.kernel
