@@ -60,11 +60,11 @@ def breakdown(step: Callable[[], Any], steps: int) -> Breakdown:
 def idle_gaps(spans: list[tuple[float, float, str]]) -> dict[tuple[str, str], float]:
     """Time that no span covers, by the names of the span that ended last and of the next; the most first."""
     gaps: dict[tuple[str, str], float] = defaultdict(float)
-    reached, last = float("inf"), ""
+    reached, last = min((start for start, _, _ in spans), default=0.0), ""
     for start, end, name in sorted(spans):
         if start > reached:
             gaps[last, name] += start - reached
-        if end > reached or not last:
+        if end > reached:
             reached, last = end, name
     return dict(sorted(gaps.items(), key=lambda item: -item[1]))
 
