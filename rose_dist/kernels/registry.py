@@ -15,6 +15,7 @@ from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
 from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
 from rose_dist.kernels.cute.attention_sinks import ApplySinks
 from rose_dist.kernels.cute.combine_norm import CombineNorm
+from rose_dist.kernels.cute.draw import DrawRows
 from rose_dist.kernels.cute.exchange_combine import ExchangeCombine
 from rose_dist.kernels.cute.exchange_dispatch import ExchangeDispatch
 from rose_dist.kernels.cute.exchange_rows import CombineRows, DispatchRows
@@ -33,6 +34,7 @@ from rose_dist.kernels.cute.paged_attention_decode import DecodeAttention
 from rose_dist.kernels.cute.resident_weights import ResidentWeights
 from rose_dist.kernels.cute.route_rows import RouteRows
 from rose_dist.kernels.cute.small_linear import COLUMNS, SmallLinear
+from rose_dist.kernels.draw import RowSplit
 from rose_dist.kernels.exchange_layout import FUSED_FORMATS, NVLINK_CHUNK, ExchangeLayout
 from rose_dist.kernels.exchange_tiling import PARTS
 from rose_dist.kernels.expert_slots import PackedLayout
@@ -84,6 +86,9 @@ MXFP4_EXPERTS = (128, 2880, 2880)
 LINEAR_INPUTS = (2880, 4096)
 """GPT-OSS's hidden size, and the width of its attention's output."""
 
+VOCABULARIES = (201_088, 129_280, 151_936)
+"""GPT-OSS, DeepSeek-V3, Qwen3-MoE."""
+
 MOE_LAYOUTS = (PackedLayout(), PackedLayout(128), PackedLayout(128, 128))
 """For own kernels, and DeepGEMM's contiguous and masked layouts."""
 
@@ -101,6 +106,7 @@ def _all(arch: Arch) -> Iterator[Kernel]:
     yield from _mxfp4_experts(arch)
     yield from _small_linears(arch)
     yield from _few_rows(arch)
+    yield from (DrawRows(arch, RowSplit.of(columns)) for columns in VOCABULARIES)
     yield from _all_reduces(arch)
     yield from _exchanges(arch)
     yield from _across_nodes(arch)

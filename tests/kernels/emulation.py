@@ -22,6 +22,7 @@ from rose_dist.kernels.arch import Arch, DeviceInfo
 from rose_dist.kernels.cute import (
     attention_sinks,
     combine_norm,
+    draw,
     embedding,
     expert_map,
     linear_add,
@@ -48,6 +49,7 @@ _CACHES = (
     mxfp4_experts_prefill.launcher, mxfp4_experts_warpgroup.launcher, paged_attention_decode.launcher,
     small_linear.launcher, attention_sinks.launcher,
     linear_add.launcher, linear_rotary.launcher, combine_norm.launcher, route_rows.launcher,
+    draw.launcher,
 )  # fmt: skip
 
 _EMPTY = torch.empty
