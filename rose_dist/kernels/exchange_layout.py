@@ -7,7 +7,7 @@ A rank sends a token once to every rank that holds any of its experts, as a reco
 
     meta    u32 [1 + top_k]: the token's number at its source, then for each place in its top k 0xFFFFFFFF if that
             expert is not the receiver's, else local expert << 20 | how many earlier (token, place) pairs of the same
-            source and expert there are
+            source and expert there are; with `partial_sums` then the weight of each place, fp32 [top_k]
 
 The records from one source to one destination stand in the order of tokens, without gaps (plain rows: without gaps in
 each chunk, which starts at `chunk` times its number). A source also sends every destination one header:
@@ -25,6 +25,9 @@ with more it sends plain rows, `chunk` tokens at a time, each chunk with a flag.
 place in the top k) of the source: of up to `result_packet_tokens` tokens as packets, of more as plain rows with a flag
 a token (`RETURNS`), of sources that sent plain rows with a flag a chunk. Each area has several copies, used in turn by
 epoch.
+
+With `partial_sums` a rank sends no results but their weighted sum, to the first of the token's places that are its own,
+so that areas and flags are the same; the source adds up what stands at those places.
 
 With `quantized`, a source that sends packets is given bf16 rows and quantises them as it sends. Its records' packets
 then carry units of 128 values: 32 words of codes and one word of scales, an fp32 or four bytes, are `UNIT_PACKETS`
@@ -107,6 +110,8 @@ class ExchangeLayout(MemoryAreas):
     """Tokens of plain rows that share a flag."""
     quantized: BlockFormat | None = None
     """What a source of few tokens makes of bf16 rows as it sends them; None: rows travel as they are given."""
+    partial_sums: bool = False
+    """A rank's results for a token go back as one row, their sum."""
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -155,8 +160,13 @@ class ExchangeLayout(MemoryAreas):
         return packets(HEADER_WORDS + self.width)
 
     @property
+    def note_words(self) -> int:
+        """Of what a record's receiver keeps for combine: the places' rows, with `partial_sums` their weights too."""
+        return self.top_k * (2 if self.partial_sums else 1)
+
+    @property
     def meta_words(self) -> int:
-        return 1 + self.top_k
+        return 1 + self.note_words
 
     @property
     def meta_packets(self) -> int:
@@ -209,7 +219,8 @@ class ExchangeLayout(MemoryAreas):
     @property
     def result_packet_tokens(self) -> int:
         """Most tokens of a rank whose results come back as packets."""
-        return min(self.packet_tokens, self.most_result_packet_bytes // (self.top_k * self.result_bytes))
+        rows = min(self.top_k, self.ranks) if self.partial_sums else self.top_k
+        return min(self.packet_tokens, self.most_result_packet_bytes // (rows * self.result_bytes))
 
     @property
     def has_result_rows(self) -> bool:

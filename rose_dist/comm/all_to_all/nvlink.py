@@ -82,7 +82,7 @@ class NvLink(AllToAll):
         handle = self._start(x, routing, scales, rows)
         handle.enter(self, "dispatch_recv")
         x, scales = self._travelling(x, scales, handle)
-        self.exchange.dispatch(x, scales, routing.ids, handle.live, handle.live_rows, handle.received)
+        self.exchange.dispatch(x, scales, routing.ids, routing.weights, handle.live, handle.live_rows, handle.received)
         return self._dispatched(handle)
 
     def dispatch_send(
@@ -91,7 +91,7 @@ class NvLink(AllToAll):
     ) -> NvLinkHandle:  # fmt: skip
         handle = self._start(x, routing, scales, rows)
         x, scales = self._travelling(x, scales, handle)
-        self.exchange.dispatch_send(x, scales, routing.ids, handle.live, handle.live_rows)
+        self.exchange.dispatch_send(x, scales, routing.ids, routing.weights, handle.live, handle.live_rows)
         return handle
 
     def dispatch_recv(self, handle: Handle) -> Dispatched:
@@ -180,4 +180,5 @@ def exchange_layout(config: AllToAllConfig, ranks: int, in_flight: int, *, netwo
         result_bytes=config.hidden * config.expert_dtype.itemsize, in_flight=in_flight,
         most_packet_tokens=PACKET_TOKENS, most_result_packet_bytes=1 << 62 if network else RESULT_PACKET_BYTES,
         chunk=CHUNK if network else NVLINK_CHUNK, quantized=None if network else config.quantized,
+        partial_sums=config.partial_sums,
     )  # fmt: skip

@@ -193,8 +193,8 @@ class AllToAll(Protocol):
         `TensorParallel` sums each rank's experts first, then over ranks in rank order. With `config.partial_sums`,
         where rows travel, every rank (the token's own too) does this for its own experts' places and rounds its sum to
         `config.expert_dtype`; these are added in fp32, in the order in which the ranks first appear in the token's top
-        k. So a token's bits depend on its routing and on which rank holds which expert, not on its batch. With `accumulate`, `out`'s
-        old value is added to the sum before that rounding. A token without experts gives zeros. `bias` is [local
+        k. So a token's bits depend on its routing and on which rank holds which expert, not on its batch. With
+        `accumulate`, `out`'s old value is added to the sum before that rounding. A token without experts gives zeros. `bias` is [local
         experts, hidden] of `config.expert_dtype`; the sum with it is rounded to fp32, or where rows travel to
         `config.expert_dtype`.
 
