@@ -315,6 +315,13 @@ def _exchanges(arch: Arch) -> Iterator[Kernel]:
     for by_token, send in ((True, True), (False, True), (False, False)):
         yield CombineRows(arch, layout, bf16, bf16, False, by_token, send)
     yield CombineRows(arch, layout, bf16, bf16, True, False, True)
+    layout = replace(layout, partial_sums=True)
+    yield ExchangeDispatch(arch, layout, PackedLayout(128), launch.widest(arch, layout.row_bytes), few, *whole)
+    for most in (few, many):
+        yield ExchangeCombine(arch, layout, bf16, bf16, False, most, *whole)
+    yield DispatchRows(arch, layout, PackedLayout(), launch.widest(arch, layout.row_bytes), True)
+    for by_token in (False, True):
+        yield CombineRows(arch, layout, bf16, bf16, False, by_token, True)
 
 
 def _across_nodes(arch: Arch) -> Iterator[Kernel]:

@@ -194,9 +194,9 @@ class AllToAll(Protocol):
         where rows travel, every rank (the token's own too) does this for its own experts' places and rounds its sum to
         `config.expert_dtype`; these are added in fp32, in the order in which the ranks first appear in the token's top
         k. So a token's bits depend on its routing and on which rank holds which expert, not on its batch. With
-        `accumulate`, `out`'s old value is added to the sum before that rounding. A token without experts gives zeros. `bias` is [local
-        experts, hidden] of `config.expert_dtype`; the sum with it is rounded to fp32, or where rows travel to
-        `config.expert_dtype`.
+        `accumulate`, `out`'s old value is added to the sum before that rounding. A token without experts gives zeros.
+        `bias` is [local experts, hidden] of `config.expert_dtype`; the sum with it is rounded to fp32, or where rows
+        travel to `config.expert_dtype`.
 
         Raises `RuntimeError` if `dispatched` was combined before or is another all-to-all's, and `ValueError` for other
         shapes.

@@ -165,7 +165,7 @@ class RowSummer:
         at = results + pairs * layout.result_bytes + Int64(column) * 16
 
         def load(places: list[int]) -> list[Any]:
-            return [ptx.load_16b_where(first[j] & ~here[j], at + j * layout.result_bytes) for j in places]
+            return [ptx.load_packet_where(first[j] & ~here[j], at + j * layout.result_bytes) for j in places]
 
         loaded, own = load(self.groups[0]), total
         if self.direct:
