@@ -17,7 +17,7 @@ from rose_dist.kernels import checks, jit, launch
 from rose_dist.kernels.exchange_kernels import ExchangeKernels
 from rose_dist.kernels.exchange_layout import HEADER_WORDS, ExchangeLayout
 from rose_dist.kernels.exchange_order import SourceOrder
-from rose_dist.kernels.exchange_tiling import COMBINE_PUSHERS, DISPATCH_PUSHERS, PARTS, PacketTiling, record_tiling
+from rose_dist.kernels.exchange_tiling import PARTS, PUSHERS, SUM_PUSHERS, PacketTiling, record_tiling
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.moe_dispatch import LIMIT_NS
 from rose_dist.kernels.peer_regions import STAGES
@@ -96,7 +96,8 @@ class ExpertExchange:
         self._state = torch.empty(5, dtype=torch.int64, device=device).zero_()
         self._arch = launch.device(self._state).arch
         self._sms = sms
-        self.pushers = (max(1, int(sms * DISPATCH_PUSHERS)), max(1, int(sms * COMBINE_PUSHERS)))
+        shares = (PUSHERS, SUM_PUSHERS if layout.partial_sums else PUSHERS)
+        self.pushers = (max(1, int(sms * shares[0])), max(1, int(sms * shares[1])))
         """Blocks that send plain rows in a dispatch and in a combine, fewer than SMs."""
         self._peers = torch.empty(layout.ranks, dtype=torch.int64, device=device)
         self._peers.copy_(torch.tensor(regions))

@@ -38,7 +38,7 @@ from rose_dist.kernels.cute.route_rows import RouteRows
 from rose_dist.kernels.cute.routing import Route
 from rose_dist.kernels.cute.small_linear import COLUMNS, SmallLinear
 from rose_dist.kernels.cute.swiglu import activation_kernel
-from rose_dist.kernels.exchange_layout import FUSED_FORMATS, NVLINK_CHUNK, ExchangeLayout
+from rose_dist.kernels.exchange_layout import FUSED_FORMATS, NVLINK_CHUNKS, ExchangeLayout
 from rose_dist.kernels.exchange_tiling import PARTS
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.formats import FORMATS, FP8, MXFP8, BlockFormat, BlockOutput, Scale, ScaleLayout
@@ -106,7 +106,7 @@ DEEPSEEK_EXCHANGE = ExchangeLayout(
     scale_bytes=224,
     result_bytes=14336,
     in_flight=2,
-    chunk=NVLINK_CHUNK,
+    chunk=NVLINK_CHUNKS.select(14336),
 )
 """Rows in bf16, decode alone; and in FP8 with results in bf16, also prefill."""
 
