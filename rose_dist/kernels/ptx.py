@@ -199,6 +199,29 @@ def store_16b(address: Any, words: tuple[Any, Any, Any, Any], *, loc: Any = None
 
 
 @dsl_user_op
+def load_16b_where(wanted: Any, address: Any, *, loc: Any = None, ip: Any = None) -> tuple[Any, Any, Any, Any]:
+    """`load_16b` where `wanted`, else zeros. No branch, so that several are in flight."""
+    return _load_where("ld.global.L1::no_allocate", wanted, address, loc, ip)
+
+
+@dsl_user_op
+def load_packet_where(wanted: Any, address: Any, *, loc: Any = None, ip: Any = None) -> tuple[Any, Any, Any, Any]:
+    """`load_packet` where `wanted`, else zeros."""
+    return _load_where("ld.relaxed.sys.global", wanted, address, loc, ip)
+
+
+def _load_where(kind: str, wanted: Any, address: Any, loc: Any, ip: Any) -> tuple[Any, Any, Any, Any]:
+    struct = ir.Type.parse("!llvm.struct<(i32,i32,i32,i32)>")
+    text = (
+        "{ .reg .pred wanted; setp.ne.u32 wanted, $5, 0; "
+        "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
+        f"@wanted {kind}.v4.b32 {{$0, $1, $2, $3}}, [$4]; }}"
+    )
+    words = _asm(text, "=&r,=&r,=&r,=&r,l,r", struct, Int64(address), Uint32(Boolean(wanted)), loc=loc, ip=ip)
+    return _words(words, loc, ip)
+
+
+@dsl_user_op
 def store_where(wanted: Any, address: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
     """A u16 or u32 where `wanted`. No branch, so that neighbouring values are computed side by side."""
     value = value if isinstance(value, Uint16) else Uint32(value)

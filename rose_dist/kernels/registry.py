@@ -35,7 +35,7 @@ from rose_dist.kernels.cute.resident_weights import ResidentWeights
 from rose_dist.kernels.cute.route_rows import RouteRows
 from rose_dist.kernels.cute.small_linear import COLUMNS, SmallLinear
 from rose_dist.kernels.draw import RowSplit
-from rose_dist.kernels.exchange_layout import FUSED_FORMATS, NVLINK_CHUNK, ExchangeLayout
+from rose_dist.kernels.exchange_layout import FUSED_FORMATS, NVLINK_CHUNKS, ExchangeLayout
 from rose_dist.kernels.exchange_tiling import PARTS
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.jit import Kernel
@@ -76,7 +76,7 @@ DEEPSEEK_EXCHANGE = ExchangeLayout(
     scale_bytes=224,
     result_bytes=14336,
     in_flight=2,
-    chunk=NVLINK_CHUNK,
+    chunk=NVLINK_CHUNKS.select(14336),
 )
 """Rows in bf16, decode alone; and in FP8 with results in bf16, also prefill."""
 
@@ -220,6 +220,13 @@ def _exchanges(arch: Arch) -> Iterator[Kernel]:
     for by_token, send in ((True, True), (False, True), (False, False)):
         yield CombineRows(arch, layout, bf16, bf16, False, by_token, send)
     yield CombineRows(arch, layout, bf16, bf16, True, False, True)
+    layout = replace(layout, partial_sums=True)
+    yield ExchangeDispatch(arch, layout, PackedLayout(128), launch.widest(arch, layout.row_bytes), few, *whole)
+    for most in (few, many):
+        yield ExchangeCombine(arch, layout, bf16, bf16, False, most, *whole)
+    yield DispatchRows(arch, layout, PackedLayout(), launch.widest(arch, layout.row_bytes), True)
+    for by_token in (False, True):
+        yield CombineRows(arch, layout, bf16, bf16, False, by_token, True)
 
 
 def _across_nodes(arch: Arch) -> Iterator[Kernel]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rose_dist.comm.all_to_all.create import create as create_all_to_all
-from rose_dist.comm.all_to_all.create import region_bytes
+from rose_dist.comm.all_to_all.create import region_bytes, sums_pay
 from rose_dist.comm.all_to_all.local_gpu import GpuOptions
 from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig
 from rose_dist.comm.expert_placement import Placement
@@ -228,6 +228,7 @@ def _exchange(config: GptOssConfig, options: BuildOptions, tp: TensorGroup) -> A
     gpu = GpuOptions(device=options.device, rank=groups.place.rank)
     if options.moe_weights == "fp8":
         sizes, gpu = fp8_exchange(sizes, gpu, groups.layout)
+    sizes = replace(sizes, partial_sums=sums_pay(sizes.top_k, groups))
     memory = None
     if groups.layout.moe_mode == "data_parallel":
         tp_size, network = groups.layout.tp, not groups.topology.one_domain

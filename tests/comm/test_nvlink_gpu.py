@@ -164,6 +164,8 @@ SMALL |= {
     "quantised, a row of several parts": Case(tokens=(2, 1), hidden=5 * 1424, top_k=2, quantized=BLOCKS_FP8),
     "fp8 with scales, 2880": Case(tokens=(2, 1), hidden=2880, top_k=2, dtype=FP8, out_dtype=BF16, scale_dim=23),
 }
+for name in ("top 32", "all alike", "quantised to fp8", "a row of several parts"):
+    SMALL[f"{name}, partial sums"] = replace(SMALL[name], partial_sums=True)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -217,6 +219,8 @@ ROWS = {
     "top 17": Case(tokens=(5, 4), top_k=17, experts=37),
 }
 
+ROWS |= {f"{name}, partial sums": replace(case, partial_sums=True) for name, case in ROWS.items()}
+
 
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.usefixtures("few_packets")
@@ -230,6 +234,9 @@ RETURNS = (
     "T-ZERO-RANK: none on the first", "T-ZERO-BOUND", "R-NEG1: some skipped", "R-DUP", "R-NONDIV: 5 experts",
     "R-NONDIV: fewer experts than ranks", "bf16 with accumulate", "quantised to fp8", "top 32",
 )  # fmt: skip
+
+
+RETURNS += tuple(f"{name}, partial sums" for name in RETURNS if f"{name}, partial sums" in SMALL)
 
 
 @pytest.mark.parametrize("name", RETURNS)
