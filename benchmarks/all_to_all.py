@@ -3,7 +3,8 @@
     python -m benchmarks.all_to_all [--out FOLDER] [--budget SECONDS]
         one GPU: dispatch and combine
     python -m benchmarks.all_to_all --ranks 2 [--out FOLDER] [--budget SECONDS]
-        2 or more GPUs of one NVLink domain: all-reduce, and experts spread over them
+        2 or more GPUs of one NVLink domain: all-reduce, experts spread over them, ranks that are late or killed;
+        then the first GPU alone. `--sections`: some of checks,sizes,fused,late,killed,local
 
 `--budget` bounds the checks: replays of captured graphs with fresh routing, 2,000 a shape if the time allows. Times are
 medians in microseconds a call. The floor is the traffic at this run's copy rate. A failed check ends the run.
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.graphs import captured, copy_rate, table, time_call
+from benchmarks.graphs import captured, copy_rate, fill_rate, table, time_call
 from rose_dist.comm.all_to_all.local import Local
 from rose_dist.comm.all_to_all.local_gpu import GpuOptions
 from rose_dist.comm.all_to_all.protocol import AllToAllConfig, Routing
@@ -154,20 +155,23 @@ def times(model: Model, tokens: int, rate: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def one_gpu(arguments: argparse.Namespace) -> dict[str, Any]:
+def checked(sizes: list[tuple[Model, int]], budget_s: float) -> list[dict[str, Any]]:
     checks = []
-    sizes = [(model, tokens) for model in MODELS for tokens in TOKENS]
     for model, tokens in sizes:
-        checks.append(check(model, tokens, arguments.budget / len(sizes)))
+        checks.append(check(model, tokens, budget_s / len(sizes)))
         print(checks[-1], flush=True)
-    rate = copy_rate()
-    print(f"copy rate {rate / 1e6:.2f} TB/s", flush=True)
+    return checks
+
+
+def timed(sizes: list[tuple[Model, int]]) -> dict[str, Any]:
+    rate, filled = copy_rate(), fill_rate()
+    print(f"copy rate {rate / 1e6:.2f} TB/s, of a fill {filled / 1e6:.2f}", flush=True)
     rows = []
     for model, tokens in sizes:
         rows.append(times(model, tokens, rate))
         print(rows[-1], flush=True)
         torch.cuda.empty_cache()
-    return {"copy TB/s": rate / 1e6, "checks": checks, "local": rows}
+    return {"copy TB/s": rate / 1e6, "fill TB/s": filled / 1e6, "local": rows}
 
 
 def main() -> None:
@@ -175,13 +179,21 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--budget", type=float, default=120.0, help="seconds for the checks")
+    parser.add_argument("--sections", default="", help="with several ranks: names, with commas; all")
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="of the one GPU's rows")
     arguments = parser.parse_args()
+    on_one = [(model, tokens) for model in MODELS for tokens in arguments.tokens]
+    results: dict[str, Any]
     if arguments.ranks == 1:
-        results = one_gpu(arguments)
+        results = {"checks": checked(on_one, arguments.budget)} | timed(on_one)
     else:
         from benchmarks import all_to_all_ranks  # noqa: PLC0415  starts processes
 
-        results = all_to_all_ranks.run(arguments)
+        sections = (arguments.sections or ",".join((*all_to_all_ranks.SECTIONS, "local"))).split(",")
+        arguments.sections = ",".join(name for name in sections if name != "local")
+        results = all_to_all_ranks.run(arguments) if arguments.sections else {}
+        if "local" in sections:
+            results |= timed(on_one)
     results["gpu"] = torch.cuda.get_device_name(0)
     results["torch"] = torch.__version__
     query = ("nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem", "--format=csv,noheader")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import signal
+import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
@@ -19,17 +22,24 @@ from benchmarks.graphs import captured, copy_rate, time_call
 from rose_dist.comm import all_reduce as comm_all_reduce
 from rose_dist.comm.symmetric_memory import Region, SymmetricMemory
 from rose_dist.kernels import all_reduce as kernels_all_reduce
-from rose_dist.kernels.all_reduce import AllReduce
+from rose_dist.kernels import all_reduce_kernels, jit
+from rose_dist.kernels.all_reduce import AllReduce, Sizes
+from rose_dist.kernels.all_reduce_kernels import combine_kernels, usual_kernels
+from rose_dist.kernels.arch import Arch, device_info
 from rose_dist.kernels.moe_combine import combine
 from rose_dist.kernels.rms_norm import add_rms_norm
-from rose_dist.kernels.sync import WaitExpiredError
 
 BF16 = torch.bfloat16
 EPS = 1e-5
 SHAPES = ((2880, 4), (7168, 8))
-ROWS = (1, 2, 4, 8, 11, 16, 32, 64, 128, 256, 512, 1024, 4096)
+ROWS = {2880: (1, 2, 4, 8, 11, 16, 32, 64, 128, 256, 512, 1024, 4096), 7168: (1, 8, 32, 64, 256, 1024)}
+"""By hidden size; also as many as fill `MOST_BYTES`."""
+FUSED_ROWS = (1, 8, 32, 64)
 MOST_BYTES = 64 << 20
+ONE_SHOT_MOST = 4 << 20
+"""Of the comparison of one shot with two."""
 REPLAYS = 2000
+SECTIONS = ("checks", "sizes", "fused", "late", "killed")
 HEAP = 6 << 30
 ALIGN_CYCLES = 150_000
 CHECK_SPIN = 20_000
@@ -53,6 +63,7 @@ class Control:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    print(f"{build(device_info(0).arch, arguments.ranks)} kernels built", flush=True)
     context = torch.multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29500 + os.getpid() % 1000)}
@@ -64,7 +75,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     while any(process.is_alive() for process in processes) or not answers.empty():
         if not answers.empty():
             results |= answers.get()
-        if any(process.exitcode not in (None, 0) for process in processes):
+        if any(process.exitcode not in (None, 0, -signal.SIGKILL) for process in processes):
             for process in processes:
                 process.terminate()
             sys.exit("a rank failed; what it said is above")
@@ -72,22 +83,44 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
+def build(arch: Arch, ranks: int) -> int:
+    """Compile all kernels to disk, by all cores; their number."""
+    kernels: dict[jit.Kernel, None] = {}
+    for hidden, k in SHAPES:
+        sizes = Sizes(ranks, hidden, BF16, MOST_BYTES // (hidden * 2), device_info(0).sms)
+        wide = Sizes(ranks, hidden, torch.float32, max(FUSED_ROWS), sizes.sms)
+        kernels |= dict.fromkeys((*usual_kernels(arch, sizes), *usual_kernels(arch, wide)))
+        kernels |= dict.fromkeys(combine_kernels(arch, sizes, BF16, k, BF16))
+    with ProcessPoolExecutor(max(1, os.cpu_count() or 1), torch.multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(jit.build, kernels, chunksize=2))
+    return len(kernels)
+
+
 def _rank(rank: int, arguments: argparse.Namespace, answers: Any) -> None:
+    from benchmarks.all_to_all_late import killed, late  # noqa: PLC0415  they use this module
+
     try:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", rank=rank, world_size=arguments.ranks, device_id=device)
         bench = Bench(Control(), device)
-        for part in (bench.checks, bench.sizes, bench.fused, bench.dead_peer):
-            result = part(arguments.budget)
+        parts: dict[str, Callable[[float], dict[str, Any]]] = {
+            "checks": bench.checks, "sizes": bench.sizes, "fused": bench.fused,
+            "late": lambda _: late(bench), "killed": lambda _: killed(bench),
+        }  # fmt: skip
+        for name in arguments.sections.split(","):
+            start = time.perf_counter()
+            result = parts[name](arguments.budget)
             if rank == 0:
-                print(result, flush=True)
+                print(result, f"({time.perf_counter() - start:.0f} s)", flush=True)
                 answers.put(result)
-            bench.control.meet()
+            if name != "killed":
+                bench.control.meet()
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
+    time.sleep(1.0)  # the queue's pipe
     os._exit(0)  # peers' teardown must not wait for one another
 
 
@@ -127,25 +160,26 @@ class Bench:
     def __init__(self, control: Control, device: torch.device) -> None:
         self.control, self.device, self.rank, self.ranks = control, device, control.rank, control.size
         self.memory, self.heap = memory_of(control, device)
-        self.ours = {(hidden, "ours"): self.all_reduce(hidden) for hidden, _ in SHAPES}
-        usual = dict(kernels_all_reduce.ONE_SHOT_BYTES)
-        for name, most in (("one shot", 4 << 20), ("two shots", 0)):
-            kernels_all_reduce.ONE_SHOT_BYTES[self.ranks] = most
-            for hidden, _ in SHAPES:
-                self.ours[hidden, name] = _Fixed(self.all_reduce(hidden), most)
-        kernels_all_reduce.ONE_SHOT_BYTES.update(usual)
+        self.ours: dict[tuple[int, str], Any] = {}
         for hidden, _ in SHAPES:
-            self.ours[hidden, "two shots, one round"] = _Fixed(self.ours[hidden, "two shots"].reduce, 0, 1 << 40)
+            self.ours[hidden, "ours"] = reduce = self.all_reduce(hidden)
+            self.ours[hidden, "one shot"] = _Fixed(self.all_reduce(hidden, ONE_SHOT_MOST), ONE_SHOT_MOST)
+            self.ours[hidden, "two shots"] = _Fixed(reduce, 0)
+            self.ours[hidden, "two shots, one block for all"] = _Fixed(reduce, 0, teams=False)
         self.wide = {
-            hidden: comm_all_reduce.create(self.memory, hidden=hidden, dtype=torch.float32, max_rows=64)
+            hidden: comm_all_reduce.create(self.memory, hidden=hidden, dtype=torch.float32, max_rows=max(FUSED_ROWS))
             for hidden, _ in SHAPES
         }
         self.token = torch.zeros(1, device=device)
-        self.rate = copy_rate()
+        self.rate, self.link = copy_rate(), link_rate(self.control, device, self.align)
 
-    def all_reduce(self, hidden: int) -> AllReduce:
-        rows = MOST_BYTES // (hidden * 2)
-        return comm_all_reduce.create(self.memory, hidden=hidden, dtype=BF16, max_rows=rows)
+    def all_reduce(self, hidden: int, most: int | None = None) -> AllReduce:
+        """With one shot for up to `most` bytes."""
+        rows, usual = MOST_BYTES // (hidden * 2), kernels_all_reduce.ONE_SHOT_BYTES
+        kernels_all_reduce.ONE_SHOT_BYTES = usual if most is None else usual | {self.ranks: most}
+        reduce = comm_all_reduce.create(self.memory, hidden=hidden, dtype=BF16, max_rows=rows)
+        kernels_all_reduce.ONE_SHOT_BYTES = usual
+        return reduce
 
     def values(self, shape: tuple[int, ...], seed: int) -> list[Tensor]:
         """What each rank gives: all ranks can make it."""
@@ -162,8 +196,10 @@ class Bench:
         cases = [(hidden, k, n) for hidden, k in SHAPES for n in (1, 8, 64, 512)]
         for hidden, k, n in cases:
             for kind in ("ours", "two shots"):
-                rows.append(self.check_sums(hidden, n, kind, budget_s / len(cases) / 3))
-            rows.append(self.check_combine(hidden, k, n, budget_s / len(cases) / 3))
+                rows.append(self.check_sums(hidden, n, kind, budget_s / len(cases) / 4))
+            rows.append(self.check_combine(hidden, k, n, budget_s / len(cases) / 4))
+            if n <= 8:
+                rows.append(self.check_layer_ends(hidden, k, n, budget_s / len(cases) / 4))
         self.check_special_values()
         return {"checks": rows, "symmetric memory": self.heap}
 
@@ -239,6 +275,43 @@ class Bench:
             functools.partial(differ, out, expected),
         )  # fmt: skip
 
+    def check_layer_ends(self, hidden: int, k: int, rows: int, budget_s: float) -> dict[str, Any]:
+        """Both ends of a decoder layer: what is added to the residual, and that with a combine and a norm."""
+        reduce, shape = self.ours[hidden, "ours"], (rows, hidden)
+        x, total, moe_total, wanted, moe_wanted = (torch.zeros(shape, dtype=BF16, device=self.device) for _ in range(5))
+        expert_rows = torch.zeros(rows * k, hidden, dtype=BF16, device=self.device)
+        slots = torch.arange(rows * k, dtype=torch.int32, device=self.device).view(rows, k)
+        weights, norm = torch.rand(rows, k, device=self.device), torch.ones(hidden, dtype=BF16, device=self.device)
+        normed: list[Tensor] = []
+
+        def refill(count: int) -> None:
+            parts = self.values((rows * (k + 1), hidden), count)
+            residual = self.values(shape, count + REPLAYS)[0]
+            for target in (total, moe_total):
+                target.copy_(residual)
+            x.copy_(parts[self.rank][:rows])
+            expert_rows.copy_(parts[self.rank][rows:])
+            wanted.copy_(sum(part[:rows].float() for part in parts) + residual.float())
+            sums = []
+            for part in parts:
+                chosen = part[rows:].view(rows, k, hidden).float()
+                sums.append(
+                    functools.reduce(lambda a, b: a + b, [weights[:, j, None] * chosen[:, j] for j in range(k)])
+                )
+            moe_wanted.copy_(functools.reduce(lambda a, b: a + b, sums).to(BF16).float() + residual.float())
+
+        def call() -> None:
+            reduce.add(x, total)
+            normed[:] = [reduce.combine_norm(expert_rows, slots, weights, moe_total, norm, EPS)]
+
+        def wrong() -> Tensor:
+            exact = torch.nn.functional.rms_norm(moe_wanted.float(), (hidden,), eps=EPS)
+            far = ((normed[0].float() - exact).abs() > exact.abs() * 2**-7 + 1e-5).any()
+            return far | differ(total, wanted) | differ(moe_total, moe_wanted)
+
+        graph = captured(call)
+        return self.replay(f"ends of a layer: {rows} x {hidden}", budget_s, refill, graph, wrong)
+
     def check_special_values(self) -> None:
         """No bits of the data are taken for a flag: this would hang, and then say so."""
         for word in (0x80008000, 0x7F817F81, 0xFFFFFFFF, 0x7F80FF80, 0x00010001, 0x80018001, 0, 1, 2, 3):
@@ -292,22 +365,25 @@ class Bench:
         del budget_s
         table = []
         for hidden, _ in SHAPES:
-            for rows in (*ROWS, MOST_BYTES // (hidden * 2)):
+            for rows in (*ROWS[hidden], MOST_BYTES // (hidden * 2)):
                 x, out = (torch.randn(rows, hidden, device=self.device).to(BF16) for _ in range(2))
                 size = x.numel() * 2
                 line: dict[str, Any] = {"rows": rows, "hidden": hidden, "KB": size / 1024}
-                for kind in ("ours", "one shot", "two shots", "two shots, one round"):
-                    reduce = self.ours[hidden, kind]
-                    serves = kind != "one shot" or size <= 4 << 20
-                    line[f"{kind} us"] = self.time(functools.partial(reduce, x, out) if serves else None)
+                kinds = ["ours", *(["one shot"] if size <= ONE_SHOT_MOST else [])]
+                kinds += ["two shots", "two shots, one block for all"] if size >= 1 << 19 else []
+                for kind in kinds:
+                    line[f"{kind} us"] = self.time(functools.partial(self.ours[hidden, kind], x, out))
                 for name, call in self.peers(x):
                     line[name] = self.time(call)
-                if line["ours us"]:
-                    line["ours GB/s each way"] = 2 * size * (self.ranks - 1) / self.ranks / line["ours us"] / 1e3
+                crossing = 2 * size * (self.ranks - 1) / self.ranks
+                line["GB/s each way"] = crossing / line["ours us"] / 1e3
+                line["% of link"] = 100 * crossing / self.link / line["ours us"]
+                others = [line[name] for name in line if name.startswith(("NCCL", "torch")) and line[name]]
+                line["fastest other / ours"] = min(others) / line["ours us"]
                 table.append(line)
                 if self.rank == 0:
                     print(line, flush=True)
-        return {"all_reduce": table, "copy TB/s": self.rate / 1e6}
+        return {"all_reduce": table, "copy TB/s": self.rate / 1e6, "NVLink GB/s each way": self.link / 1e3}
 
     def fused(self, budget_s: float) -> dict[str, Any]:
         """One launch against the launches that it replaces, all of them ours."""
@@ -315,7 +391,7 @@ class Bench:
         table = []
         for hidden, k in SHAPES:
             reduce, weight = self.ours[hidden, "ours"], torch.randn(hidden, device=self.device).to(BF16)
-            for rows in (1, 8, 32, 64):
+            for rows in FUSED_ROWS:
                 x, residual, out = (torch.randn(rows, hidden, device=self.device).to(BF16) for _ in range(3))
                 expert_rows = torch.randn(rows * k, hidden, device=self.device).to(BF16)
                 slots = torch.randperm(rows * k, device=self.device).view(rows, k).int()
@@ -342,44 +418,55 @@ class Bench:
                     combine(*args, sums, tokens=rows)
                     out.copy_(wide(sums, sums))
 
+                def combine_norm_apart(
+                    args: Any = (expert_rows, slots, weights, out), residual: Any = residual, weight: Any = weight,
+                    reduce: Any = reduce, rows: int = rows,
+                ) -> Any:  # fmt: skip
+                    combine(*args, tokens=rows)
+                    return add_rms_norm(reduce(args[3], args[3]), residual, weight, EPS)
+
                 fused_norm = functools.partial(reduce.add_rms_norm, x, residual, weight, EPS)
                 fused_combine = functools.partial(reduce.combine, expert_rows, slots, weights, out, tokens=rows)
-                table.append({
-                    "rows": rows, "hidden": hidden, "all-reduce + residual + norm us": self.time(fused_norm),
+                fused_end = functools.partial(reduce.combine_norm, expert_rows, slots, weights, residual, weight, EPS)
+                line = {
+                    "rows": rows, "hidden": hidden, "all-reduce + residual us": self.time(
+                        functools.partial(reduce.add, x, residual)
+                    ),
+                    "all-reduce + residual + norm us": self.time(fused_norm),
                     "all-reduce, our norm us": self.time(norm_two),
                     "all-reduce, add, torch norm us": self.time(norm_apart),
                     "combine + all-reduce us": self.time(fused_combine),
                     "combine, all-reduce us": self.time(combine_apart),
                     "combine, all-reduce in fp32, round us": self.time(combine_wide),
-                })  # fmt: skip
+                    "combine + all-reduce + residual + norm us": self.time(fused_end),
+                    "combine, all-reduce, our norm us": self.time(combine_norm_apart),
+                }  # fmt: skip
+                line["norm gains x"] = line["all-reduce, add, torch norm us"] / line["all-reduce + residual + norm us"]
+                line["combine gains x"] = line["combine, all-reduce us"] / line["combine + all-reduce us"]
+                whole = line["combine + all-reduce + residual + norm us"]
+                line["combine and norm gain x"] = line["combine, all-reduce, our norm us"] / whole
+                table.append(line)
                 if self.rank == 0:
-                    print(table[-1], flush=True)
+                    print(line, flush=True)
         return {"fused": table}
 
-    def dead_peer(self, budget_s: float) -> dict[str, Any]:
-        """The last rank misses a call: the others must say so, and soon. Nothing may follow on this all-reduce."""
-        del budget_s
-        region = self.memory.take(self.ours[2880, "ours"].sizes.region_bytes)
-        reduce = AllReduce(
-            self.ours[2880, "ours"].sizes, self.device, self.rank, region.addresses, limit_ns=300_000_000
-        )
-        x = torch.randn(4, 2880, device=self.device).to(BF16)
-        reduce(x)
-        self.meet()
-        message, seconds = "", 0.0
-        if self.rank < self.ranks - 1:
-            start = time.perf_counter()
-            reduce(x)
-            torch.cuda.synchronize()
-            seconds = time.perf_counter() - start
-            try:
-                reduce.check()
-            except WaitExpiredError as error:
-                message = str(error)
-        said = self.control.all_gather_objects((message, seconds))
-        if not all(text for text, _ in said[:-1]):
-            raise RuntimeError(f"a rank did not notice the dead one: {said}")
-        return {"a dead peer": f"{said[0][0]} (after {said[0][1]:.2f} s)"}
+
+def link_rate(control: Control, device: torch.device, align: Callable[[], None], size: int = 256 << 20) -> float:
+    """Bytes a microsecond of a copy to the next GPU while every GPU does so."""
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    following = torch.device("cuda", (control.rank + 1) % control.size)
+    target = torch.zeros(size, dtype=torch.uint8, device=following)
+    torch.cuda.synchronize()
+    samples = []
+    for _ in range(12):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        align()
+        begin.record()
+        target.copy_(source, non_blocking=True)
+        end.record()
+        end.synchronize()
+        samples.append(begin.elapsed_time(end) * 1e3)
+    return float(min(control.all_gather_objects(size / statistics.median(samples[2:]))))
 
 
 def differ(a: Tensor, b: Tensor) -> Tensor:
@@ -388,17 +475,18 @@ def differ(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _Fixed:
-    """An `AllReduce` that keeps the choice between one and two shots which it was made with, or the rounds of two."""
+    """An `AllReduce` that makes one shot of up to `most` bytes, and two with blocks of its own for each work or not."""
 
-    def __init__(self, reduce: Any, most: int, round_bytes: int = kernels_all_reduce.ROUND_BYTES) -> None:
-        self.reduce, self._most, self._round_bytes = reduce, most, round_bytes
+    def __init__(self, reduce: AllReduce, most: int, *, teams: bool = True) -> None:
+        self.reduce, self._most, self._teams = reduce, most, teams
         self.check, self.sizes = reduce.check, reduce.sizes
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        usual, ranks = kernels_all_reduce.ONE_SHOT_BYTES, self.sizes.ranks
-        kernels_all_reduce.ONE_SHOT_BYTES = usual | {ranks: self._most}
-        before, kernels_all_reduce.ROUND_BYTES = kernels_all_reduce.ROUND_BYTES, self._round_bytes
+        usual = kernels_all_reduce.ONE_SHOT_BYTES
+        kernels_all_reduce.ONE_SHOT_BYTES = usual | {self.sizes.ranks: self._most}
+        all_reduce_kernels.TEAMS = self._teams
         try:
             return self.reduce(x, out)
         finally:
-            kernels_all_reduce.ONE_SHOT_BYTES, kernels_all_reduce.ROUND_BYTES = usual, before
+            kernels_all_reduce.ONE_SHOT_BYTES = usual
+            all_reduce_kernels.TEAMS = True

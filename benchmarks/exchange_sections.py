@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.all_to_all_ranks import ALIGN_CYCLES, CHECK_SPIN, Control, memory_of
+from benchmarks.all_to_all_ranks import ALIGN_CYCLES, CHECK_SPIN, Control, link_rate, memory_of
 from benchmarks.exchange_layers import BF16, MODELS, Inputs, Layer, Model, varied
 from benchmarks.graphs import captured, time_call
 from rose_dist.kernels import jit
@@ -58,7 +58,7 @@ class Rank:
         self.sms = min(self.control.all_gather_objects(device_info(device.index).sms))
         self.token = torch.zeros(1, device=device)
         self._layers: dict[Any, Layer] = {}
-        self.rate = self.link_rate()
+        self.rate = link_rate(self.control, device, self.align)
 
     @functools.cached_property
     def memory(self) -> Any:
@@ -96,23 +96,6 @@ class Rank:
             mine = None
         values = self.control.all_gather_objects(mine)
         return None if None in values else max(values)
-
-    def link_rate(self, size: int = 256 << 20) -> float:
-        """Bytes a microsecond of a copy to the next GPU while every GPU does so."""
-        source = torch.zeros(size, dtype=torch.uint8, device=self.device)
-        target = torch.zeros(size, dtype=torch.uint8, device=torch.device("cuda", (self.rank + 1) % self.ranks))
-        torch.cuda.synchronize()
-        samples = []
-        for _ in range(12):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self.align()
-            begin.record()
-            target.copy_(source, non_blocking=True)
-            end.record()
-            end.synchronize()
-            samples.append(begin.elapsed_time(end) * 1e3)
-        rate = size / statistics.median(samples[2:])
-        return float(min(self.control.all_gather_objects(rate)))
 
     # --- Checks -------------------------------------------------------------------------------------------------------
 

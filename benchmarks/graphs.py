@@ -64,6 +64,12 @@ def copy_rate(size: int = 4 << 30, copies: int = 1) -> float:
     return size / statistics.median(samples[2:])
 
 
+def fill_rate(size: int = 2 << 30) -> float:
+    """Bytes a microsecond that are written where nothing is read: what dispatch does most."""
+    target = torch.empty(size // 4, device="cuda")
+    return size / time_call(lambda: target.fill_(1.0), calls=1, replays=20)
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown, columns in the order of the first row that has them."""
     columns = list(dict.fromkeys(key for row in rows for key in row))

@@ -39,6 +39,9 @@ class GpuGroup:
     def all_reduce(self, tensor: Tensor) -> None:
         self.reduce(tensor, tensor)
 
+    def add(self, part: Tensor, residual: Tensor) -> None:
+        self.reduce.add(part, residual)
+
     def gather_columns(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
         start = sum(widths[: self.rank])
         whole = part.new_zeros(part.shape[0], sum(widths))

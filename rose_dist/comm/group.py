@@ -65,6 +65,11 @@ class Group:
                 else:
                     self._sum_scattered(block)
 
+    def add(self, part: torch.Tensor, residual: torch.Tensor) -> None:
+        """Add the sum of `part` over the ranks to `residual`, in place; `part` is left any."""
+        self.all_reduce(part)
+        residual += part
+
     def _sum_gathered(self, block: torch.Tensor) -> None:
         parts = torch.empty(self.size, block.numel(), dtype=block.dtype)
         self._comm.Allgather(memory_of(block), memory_of(parts))

@@ -17,6 +17,9 @@ class TensorGroup(Protocol):
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over the ranks, in place; the bits are the same on every rank."""
 
+    def add(self, part: Tensor, residual: Tensor) -> None:
+        """Add the sum of `part` over the ranks to `residual`, in place; `part` is left any."""
+
     def gather_columns(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
         """[rows, widths[rank]] of every rank side by side, [rows, Σ widths], on the first rank; None elsewhere."""
 

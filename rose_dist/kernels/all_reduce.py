@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rose_dist.kernels import checks, jit, launch, moe_combine, peer_regions
+from rose_dist.kernels import checks, combine_norm, jit, launch, moe_combine, peer_regions
+from rose_dist.kernels.all_reduce_kernels import combine_kernels, combined, one_shot, two_shot, usual_kernels
 from rose_dist.kernels.moe_dispatch import LIMIT_NS
 from rose_dist.kernels.peer_regions import MAX_BLOCKS, MAX_RANKS, MAX_ROUNDS, PACKET_BYTES, PACKET_WORDS, STAGES
 
 if TYPE_CHECKING:
     from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
-    from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
 
 ONE_SHOT_BYTES = {2: 3 << 20, 3: 1 << 19, 4: 1 << 18}
 """Largest tensor that one shot serves, by ranks; more ranks: 128 KB. Two shots send less, but wait twice. On two H200s
@@ -31,7 +31,7 @@ MOST_PARTS = 8
 PART_PACKETS = 96
 """That a part at least has: three warps. Smaller ones gain nothing."""
 ROUND_BYTES = 1 << 15
-"""That a block of two shots at least sends in a round."""
+"""That a team of two shots at least sends in a round."""
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -126,11 +126,8 @@ class AllReduce:
         self._first_slots = torch.empty(sizes.max_rows, 1, dtype=torch.int32, device=device)
         self._first_slots[:, 0] = torch.arange(sizes.max_rows, dtype=torch.int32)
         self._ones = torch.empty(sizes.max_rows, 1, dtype=torch.float32, device=device).fill_(1.0)
-        _load(self._norm_kernel())
-        for parts in {sizes.parts(rows, sizes.dtype) for rows in range(1, sizes.one_shot_rows + 1)}:
-            _load(self._one_shot_kernel(parts))
-        for dtype in {sizes.dtype, torch.float32}:
-            _load(self._two_shot_kernel(dtype))
+        for kernel in usual_kernels(self._arch, sizes):
+            _load(kernel)
 
     def check(self) -> None:
         """Raise `WaitExpiredError` if a kernel has waited in vain; reads host memory only."""
@@ -143,9 +140,20 @@ class AllReduce:
         if rows > self.sizes.one_shot_rows:
             self._two_shot(x, out, rows, live_rows)
         elif rows:
-            kernel = self._one_shot_kernel(self.sizes.parts(rows, x.dtype))
+            kernel = one_shot(self._arch, self.sizes, self.sizes.parts(rows, x.dtype))
             self._one_shot(kernel, out, (x, live_rows, out, 0, 0, 0, 0.0), (0,) * 6, rows)
         return out
+
+    def add(self, x: Tensor, residual: Tensor) -> None:
+        """Add the sum of all ranks' `x` to `residual`, in place; rounded once if one shot serves. `x` is left any."""
+        rows = self._check(x, residual)
+        checks.shape("residual", residual, rows, self.sizes.hidden)
+        checks.dtype("residual", residual, x.dtype)
+        if rows > self.sizes.one_shot_rows:
+            residual += self(x, x)
+        elif rows:
+            kernel = one_shot(self._arch, self.sizes, self.sizes.parts(rows, x.dtype), accumulate=True)
+            self._one_shot(kernel, residual, (x, None, residual, 0, 0, 0, 0.0), (0,) * 6, rows)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, live_rows: Tensor | None = None
@@ -160,7 +168,8 @@ class AllReduce:
         checks.dtype("weight", weight, x.dtype)
         checks.shape("weight", weight, self.sizes.hidden)
         if rows:
-            self._one_shot(self._norm_kernel(), out, (x, live_rows, out, residual, total, weight, eps), (0,) * 6, rows)
+            kernel = one_shot(self._arch, self.sizes, norm=True)
+            self._one_shot(kernel, out, (x, live_rows, out, residual, total, weight, eps), (0,) * 6, rows)
         return out, total
 
     def combine(
@@ -185,43 +194,36 @@ class AllReduce:
             )  # fmt: skip
         elif tokens:
             parts = sizes.parts(tokens, torch.float32)
-            kernel = self._combine_kernel(
-                expert_rows.dtype, top_k, out.dtype, accumulate, parts, None if bias is None else bias.dtype
-            )
+            kernel = combined(
+                self._arch, sizes, expert_rows.dtype, top_k, out.dtype, parts, accumulate=accumulate,
+                bias=None if bias is None else bias.dtype,
+            )  # fmt: skip
             source = (expert_rows.stride(0), slots, weights, ids, bias, first_expert)
             self._one_shot(kernel, out, (expert_rows, live_rows, out, 0, 0, 0, 0.0), source, tokens)
 
+    def combine_norm(
+        self, expert_rows: Tensor, slots: Tensor, weights: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> Tensor:
+        """`combine_norm.combine_norm` of the sum over all ranks' experts, in one launch, for up to `combine_rows`
+        tokens.
+        """
+        combine_norm.check(expert_rows, slots, weights, residual, norm_weight)
+        rows = self._check(residual, norm_weight)
+        if rows > self.sizes.combine_rows:
+            raise checks.fail("residual", f"has {rows} rows; one launch serves {self.sizes.combine_rows}")
+        out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+        if rows:
+            dtype = expert_rows.dtype
+            kernel = combined(self._arch, self.sizes, dtype, slots.shape[1], dtype, norm=True)
+            source = (expert_rows.stride(0), slots, weights, None, None, 0)
+            tensors = (expert_rows, None, out, residual, residual, norm_weight, eps)
+            self._one_shot(kernel, out, tensors, source, rows)
+        return out
+
     def prepare_combine(self, dtype: torch.dtype, top_k: int, out_dtype: torch.dtype, *, bias: bool = False) -> None:
         """Load kernels, so that a later `combine` may be captured; `bias`: also those for one of `dtype`."""
-        for parts in {self.sizes.parts(tokens, torch.float32) for tokens in range(1, self.sizes.combine_rows + 1)}:
-            for accumulate in (False, True):
-                for bias_dtype in (None, dtype) if bias else (None,):
-                    _load(self._combine_kernel(dtype, top_k, out_dtype, accumulate, parts, bias_dtype))
-
-    def _combine_kernel(
-        self, dtype: torch.dtype, top_k: int, out_dtype: torch.dtype, accumulate: bool, parts: int,
-        bias: torch.dtype | None,
-    ) -> OneShot:  # fmt: skip
-        from rose_dist.kernels.cute.all_reduce_one_shot import OneShot  # noqa: PLC0415 - it loads the compiler
-        from rose_dist.kernels.cute.moe_combine import VECTOR_BYTES, Combine  # noqa: PLC0415
-
-        source = Combine(self._arch, top_k, self.sizes.hidden, dtype, out_dtype, bias, False, VECTOR_BYTES)
-        return OneShot(self._arch, self.sizes.ranks, self.sizes.hidden, out_dtype, source, False, accumulate, parts)
-
-    def _one_shot_kernel(self, parts: int) -> OneShot:
-        from rose_dist.kernels.cute.all_reduce_one_shot import OneShot  # noqa: PLC0415 - it loads the compiler
-
-        return OneShot(self._arch, self.sizes.ranks, self.sizes.hidden, self.sizes.dtype, parts=parts)
-
-    def _norm_kernel(self) -> OneShot:
-        from rose_dist.kernels.cute.all_reduce_one_shot import OneShot  # noqa: PLC0415 - it loads the compiler
-
-        return OneShot(self._arch, self.sizes.ranks, self.sizes.hidden, self.sizes.dtype, norm=True)
-
-    def _two_shot_kernel(self, dtype: torch.dtype) -> TwoShot:
-        from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot  # noqa: PLC0415 - it loads the compiler
-
-        return TwoShot(self._arch, self.sizes.ranks, dtype)
+        for kernel in combine_kernels(self._arch, self.sizes, dtype, top_k, out_dtype, bias=bias):
+            _load(kernel)
 
     def _check(self, x: Tensor, other: Tensor) -> int:
         checks.dtype("x", x, self.sizes.dtype)
@@ -242,14 +244,14 @@ class AllReduce:
         )
 
     def _two_shot(self, x: Tensor, out: Tensor, rows: int, live_rows: Tensor | None) -> None:
-        kernel = self._two_shot_kernel(x.dtype)
+        kernel = two_shot(self._arch, self.sizes, x.dtype)
         row_vectors = self.sizes.hidden * x.element_size() // 16
         share = -(-rows * row_vectors // self.sizes.ranks)
-        blocks = max(1, min(self.sizes.sms, MAX_BLOCKS, -(-share // kernel.threads)))
-        rounds = max(1, min(MAX_ROUNDS, share * 16 // blocks // ROUND_BYTES))
+        teams = max(1, min(self.sizes.sms, MAX_BLOCKS, -(-share // kernel.threads)))
+        rounds = max(1, min(MAX_ROUNDS if kernel.roles > 1 else 4, share * 16 // teams // ROUND_BYTES))
         launch.run(
             _load(kernel), out, x, live_rows, out, row_vectors, *self._regions, self.sizes.slice_bytes, *self._tail,
-            rows, rounds, blocks,
+            rows, rounds, teams,
         )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def combine_norm(
     Raises:
         KernelArgumentError: for shapes, dtypes or devices that don't fit.
     """
-    _check(rows, slots, weights, residual, norm_weight)
+    check(rows, slots, weights, residual, norm_weight)
     tokens, hidden = residual.shape
     if not rows.is_cuda:
         residual += moe_combine.reference(rows, slots, weights).to(rows.dtype)
@@ -55,7 +55,8 @@ def combine_norm(
     return out
 
 
-def _check(rows: Tensor, slots: Tensor, weights: Tensor, residual: Tensor, norm_weight: Tensor) -> None:
+def check(rows: Tensor, slots: Tensor, weights: Tensor, residual: Tensor, norm_weight: Tensor) -> None:
+    """Raises `KernelArgumentError` for what `combine_norm` does not take."""
     checks.shape("rows", rows, None, None)
     checks.dtype("rows", rows, torch.bfloat16, torch.float16, torch.float32)
     checks.rows("rows", rows)

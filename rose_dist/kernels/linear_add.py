@@ -1,4 +1,4 @@
-"""residual + x Wᵀ + b of a few rows in one launch, with the weights on their way before x is there."""
+"""x Wᵀ + b of a few rows, and a residual if there is one, with the weights on their way before x is there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def fits(weight: Tensor) -> bool:
     return aligned and weight.dtype is torch.bfloat16 and fits_resident(weight.shape[1])
 
 
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     """residual + (x Wᵀ + b), the product rounded before it is added, as a linear layer alone would.
 
     Args:
@@ -28,7 +28,7 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
         weight: bf16 [out, in]; `in` a multiple of 32, `out` of 16. Neither it nor the bias may be written by the
             launches just before: they are read while those still run.
         bias: bf16 [out] or None.
-        residual: bf16 [rows, out], dense.
+        residual: bf16 [rows, out], dense, or None for nothing.
 
     Returns:
         bf16 [rows, out]. A row's result does not depend on the others.
@@ -37,17 +37,20 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
         KernelArgumentError: for shapes, dtypes or devices that don't fit.
     """
     check(x, weight, bias)
-    checks.shape("residual", residual, x.shape[0], weight.shape[0])
-    checks.dtype("residual", residual, torch.bfloat16)
-    checks.same_device("residual", residual, x.device)
-    checks.dense("residual", residual, 4)
+    rows, outputs = x.shape[0], weight.shape[0]
+    if residual is not None:
+        checks.shape("residual", residual, rows, outputs)
+        checks.dtype("residual", residual, torch.bfloat16)
+        checks.same_device("residual", residual, x.device)
+        checks.dense("residual", residual, 4)
     if not x.is_cuda:
-        return residual + reference(x, weight, bias)
+        product = reference(x, weight, bias)
+        return product if residual is None else residual + product
     from rose_dist.kernels.cute import linear_add as cute  # noqa: PLC0415 - it loads the compiler
 
-    out = torch.empty(residual.shape, dtype=residual.dtype, device=x.device)
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     launcher = cute.launcher(launch.device(x).arch, weight.shape[1])
-    launch.run(launcher, x, x, x.stride(0), weight, bias, residual, out, *residual.shape)
+    launch.run(launcher, x, x, x.stride(0), weight, bias, residual, out, rows, outputs)
     return out
 
 

@@ -180,7 +180,8 @@ def _few_rows(arch: Arch) -> Iterator[Kernel]:
     attended = LINEAR_INPUTS[1]
     yield LinearAdd(arch, ResidentWeights(attended, resident(attended)))
     for experts, k, score, _ in ROUTES[:2]:
-        yield RouteRows.of(arch, hidden, experts, k, score)
+        for width in (0, 2):
+            yield RouteRows.of(arch, hidden, experts, k, score, width)
     yield CombineNorm(arch, Combine(arch, 4, hidden, torch.bfloat16, torch.bfloat16, None, False, VECTOR_BYTES))
 
 

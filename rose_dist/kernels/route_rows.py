@@ -29,7 +29,8 @@ def takes(weight: Tensor, router: Router) -> bool:
 
 def route_rows(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None, router: Router, load: Tensor,
-    packed: PackedRows, *, live_rows: Tensor | None = None,
+    packed: PackedRows, *, first_expert: int = 0, table: Tensor | None = None, turn: int = 0,
+    live_rows: Tensor | None = None,
 ) -> Routing:  # fmt: skip
     """Normalise rows, choose their experts, and write a row for each into expert order.
 
@@ -40,8 +41,11 @@ def route_rows(
             None of the weights may be written by the launches just before: they are read while those still run.
         router: a rule without sigmoid and groups.
         load: int64 [experts], how often each was chosen; added to.
-        packed: written to: the normalised rows, without gaps between experts, their slots (−1 from `live_rows` on),
-            counts and offsets.
+        packed: written to: the normalised rows for the experts here, without gaps between experts, their slots (−1 for
+            other experts, and from `live_rows` on), counts and offsets. `packed.counts` says how many experts are here.
+        first_expert: of those here, as mapped.
+        table, turn: from experts to what serves them, as for `map_experts`; the table must not be written by the
+            launches just before either.
         live_rows: int32 [1]; rows from there on have no expert.
 
     Returns:
@@ -51,42 +55,41 @@ def route_rows(
     Raises:
         KernelArgumentError: for shapes, dtypes or devices that don't fit.
     """
-    _check(x, norm_weight, weight, bias, router, load, packed, live_rows)
+    _check(x, norm_weight, weight, bias, router, load, packed, table, live_rows)
     rows, hidden = x.shape
     if not x.is_cuda:
-        return _reference(x, norm_weight, eps, weight, bias, router, load, packed, live_rows)
+        normed = rms_norm(x, norm_weight, eps)
+        routing = route(linear(normed, weight, bias), router, live_rows=live_rows)
+        ids = map_experts(routing.ids, load, table, turn=turn, live_rows=live_rows)
+        _pack(normed, ids, first_expert, packed)
+        return Routing(ids, routing.weights)
     from rose_dist.kernels.cute import route_rows as cute  # noqa: PLC0415 - it loads the compiler
 
     routing = Routing(
         torch.empty(rows, router.k, dtype=torch.int32, device=x.device),
         torch.empty(rows, router.k, dtype=torch.float32, device=x.device),
     )
-    launcher = cute.launcher(launch.device(x).arch, hidden, weight.shape[0], router.k, router.score)
+    width = 0 if table is None else table.shape[1]
+    launcher = cute.launcher(launch.device(x).arch, hidden, weight.shape[0], router.k, router.score, width)
     launch.run(
-        launcher, x, x, norm_weight, weight, bias, live_rows, load, packed.x, routing.ids, routing.weights,
-        packed.slots, packed.counts, packed.offsets, rows, eps, router.scale,
+        launcher, x, x, norm_weight, weight, bias, live_rows, load, table, turn, first_expert, packed.counts.shape[0],
+        packed.x, routing.ids, routing.weights, packed.slots, packed.counts, packed.offsets, rows, eps, router.scale,
     )  # fmt: skip
     return routing
 
 
-def _reference(
-    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None, router: Router, load: Tensor,
-    packed: PackedRows, live_rows: Tensor | None,
-) -> Routing:  # fmt: skip
-    normed = rms_norm(x, norm_weight, eps)
-    routing = route(linear(normed, weight, bias), router, live_rows=live_rows)
-    map_experts(routing.ids, load, live_rows=live_rows)
-    slots, counts, starts = expert_slots.reference(routing.ids, len(x), 0, weight.shape[0], PackedLayout())
+def _pack(normed: Tensor, ids: Tensor, first_expert: int, packed: PackedRows) -> None:
+    held = packed.counts.shape[0]
+    slots, counts, starts = expert_slots.reference(ids, len(normed), first_expert, held, PackedLayout())
     pairs = (slots >= 0).nonzero()
     packed.x[slots[slots >= 0].long()] = normed[pairs[:, 0]]
     for target, source in ((packed.slots, slots), (packed.counts, counts), (packed.offsets, starts)):
         target.copy_(source)
-    return routing
 
 
 def _check(
     x: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor | None, router: Router, load: Tensor,
-    packed: PackedRows, live_rows: Tensor | None,
+    packed: PackedRows, table: Tensor | None, live_rows: Tensor | None,
 ) -> None:  # fmt: skip
     check(x, weight, bias)
     (rows, hidden), experts = x.shape, weight.shape[0]
@@ -99,10 +102,16 @@ def _check(
     checks.dtype("packed.x", packed.x, torch.bfloat16)
     if packed.scales is not None or packed.x.shape[0] < rows * router.k:
         raise checks.fail("packed", f"needs {rows * router.k} rows and no scales")
-    of_experts = (("load", load, torch.int64, 0), ("packed.counts", packed.counts, torch.int32, 0))
-    for name, tensor, dtype, more in (*of_experts, ("packed.offsets", packed.offsets, torch.int64, 1)):
-        checks.shape(name, tensor, experts + more)
+    held = packed.counts.shape[0]
+    of_experts = (("load", load, torch.int64, experts), ("packed.counts", packed.counts, torch.int32, held))
+    for name, tensor, dtype, length in (*of_experts, ("packed.offsets", packed.offsets, torch.int64, held + 1)):
+        checks.shape(name, tensor, length)
         checks.dtype(name, tensor, dtype)
+    if table is not None:
+        checks.shape("table", table, experts, None)
+        checks.dtype("table", table, torch.int32)
+        checks.dense("table", table, 4)
+        checks.same_device("table", table, x.device)
     checks.shape("packed.slots", packed.slots, rows, router.k)
     checks.dtype("packed.slots", packed.slots, torch.int32)
     written = {"load": load, "packed.x": packed.x, "packed.slots": packed.slots, "packed.counts": packed.counts}

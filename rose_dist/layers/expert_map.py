@@ -28,14 +28,13 @@ class ExpertMap:
         self._single = placement.ranks == 1
 
     @property
-    def single(self) -> bool:
-        """Whether slots are experts."""
-        return self._single
+    def table(self) -> Tensor | None:
+        """As `map_experts` takes it; None: slots are experts."""
+        return None if self._single else self._table
 
     def __call__(self, ids: Tensor, live_rows: Tensor | None = None) -> Tensor:
         """int32 [tokens, top_k], experts to slots, −1 from token `live_rows` on; counts the live ones."""
-        table = None if self._single else self._table
-        return map_experts(ids, self.load, table, turn=self.replica, live_rows=live_rows)
+        return map_experts(ids, self.load, self.table, turn=self.replica, live_rows=live_rows)
 
     def place(self, placement: Placement) -> None:
         """From now on experts are there; it has as many slots as the one before."""

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from rose_dist.comm.all_to_all.protocol import AllToAll, Dispatched, Routing
-from rose_dist.kernels.combine_norm import combine_norm
 from rose_dist.kernels.combine_norm import takes as takes_rows
 from rose_dist.kernels.formats import FP8
 from rose_dist.kernels.moe_dispatch import PackedRows
@@ -70,7 +69,7 @@ class MoE(nn.Module):
     @property
     def takes_few(self) -> bool:
         """Whether `add_few` serves this block on a GPU."""
-        few = self.exchange.packs_only and self.expert_map.single
+        few = self.exchange.packs_only
         return few and takes_router(self.router.weight, self.rule) and takes_rows(self.hidden, self.router.weight.dtype)
 
     def add_few(
@@ -81,22 +80,20 @@ class MoE(nn.Module):
         x: [tokens, hidden], up to `MAX_ROWS` tokens. As `forward` between the norms' own launches, in two besides the
         experts'. ahead: the weights that are read next.
         """
-        router = self.router
+        router, expert_map = self.router, self.expert_map
 
         def pack(packed: PackedRows) -> Routing:
             routed = route_rows(
-                x, norm.weight, norm.eps, router.weight, router.bias, self.rule, self.expert_map.load, packed,
+                x, norm.weight, norm.eps, router.weight, router.bias, self.rule, expert_map.load, packed,
+                first_expert=self.exchange.local_experts.start, table=expert_map.table, turn=expert_map.replica,
                 live_rows=live_rows,
             )  # fmt: skip
             return Routing(routed.ids, routed.weights)
 
         dispatched = self.exchange.dispatch_packed(x.shape[0], pack)
         rows = ExpertRows(dispatched.counts, dispatched.offsets, self._most_rows(x.shape[0]))
-        return self.exchange.combine_packed(
-            self.experts(dispatched.x, rows, ahead=ahead),
-            dispatched,
-            lambda results, slots, weights: combine_norm(results, slots, weights, x, after.weight, after.eps),
-        )
+        expert_out = self.experts(dispatched.x, rows, ahead=ahead)
+        return self.exchange.combine_norm(expert_out, dispatched, x, after.weight, after.eps)
 
     def _most_rows(self, tokens: int) -> int:
         """Rows of the largest expert, three standard deviations above the mean of an even spread."""

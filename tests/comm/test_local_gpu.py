@@ -12,6 +12,7 @@ from rose_dist.comm.all_to_all.local import Local
 from rose_dist.comm.all_to_all.local_gpu import GpuOptions
 from rose_dist.comm.all_to_all.protocol import Routing
 from rose_dist.comm.layout import Layout
+from rose_dist.kernels.combine_norm import combine_norm
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.moe_dispatch import PackedRows
 from tests.comm.oracle import Batch, Case, expected_out, expected_rows, run_experts
@@ -169,10 +170,16 @@ def test_rows_packed_by_the_caller(gpu: Any) -> None:  # noqa: F811
     dispatched = moe.dispatch_packed(tokens, pack)
     with pytest.raises(RuntimeError, match="larger in_flight"):
         moe.dispatch_packed(tokens, pack)
-    seen = []
-    result = moe.combine_packed(dispatched.x, dispatched, lambda *given: seen.append(given) or dispatched.x)
-    assert result is dispatched.x
-    assert seen[0][1].data_ptr() == moe.gpu._free[0].slots.data_ptr()  # type: ignore[union-attr]
-    assert seen[0][2] is routing.weights
+    residual, norm = torch.randn(tokens, case.hidden).to(case.dtype), torch.rand(case.hidden).to(case.dtype)
+    packed = moe.gpu._free  # type: ignore[union-attr]
+    dispatched.handle.packed.slots.copy_(torch.arange(tokens * k).view(tokens, k))  # type: ignore[attr-defined]
+    results = gpu.tensor(torch.randn(dispatched.x.shape).to(case.dtype))
+    total = gpu.tensor(residual)
+    normed = moe.combine_norm(results, dispatched, total, gpu.tensor(norm), 1e-5)
+    assert len(packed) == 1
+    slots = torch.arange(tokens * k, dtype=torch.int32).view(tokens, k)
+    wanted = combine_norm(gpu.plain(results), slots, batch.routing.weights, residual, norm, 1e-5)
+    torch.testing.assert_close(gpu.plain(total), residual)
+    torch.testing.assert_close(gpu.plain(normed), wanted)
     with pytest.raises(RuntimeError, match="it is combined"):
-        moe.combine_packed(dispatched.x, dispatched, lambda *given: given[0])
+        moe.combine_norm(results, dispatched, total, gpu.tensor(norm), 1e-5)

@@ -35,6 +35,8 @@ class Exchange:
     live: int | None = None
     blocks: int = 2
     values: list[torch.Tensor] | None = None
+    in_place: bool = False
+    """The new residual takes the old one's place, and so does a sum with `accumulate`."""
 
     def __post_init__(self) -> None:
         kernel, peers = self.kernel, self.peers
@@ -44,13 +46,16 @@ class Exchange:
         self.on_gpu = [peers.tensor(x, rank) for rank, x in enumerate(self.x)]
         self.outs = peers.each(lambda rank: peers.empty(*shape, dtype=kernel.dtype, rank=rank))
         self.totals = peers.each(lambda rank: peers.empty(*shape, dtype=kernel.dtype, rank=rank))
+        if self.in_place:
+            self.totals = peers.each(lambda rank: peers.tensor(self.residual, rank))
 
     def launch(self, rank: int, x: Any = None, *combine: Any) -> None:
         peers = self.peers
         tensor = lambda values: peers.tensor(values, rank)  # noqa: E731
         bound = 0 if self.live is None else tensor(torch.tensor([self.live], dtype=torch.int32))
+        residual = self.totals[rank] if self.in_place else tensor(self.residual)
         peers.launch(
-            self.kernel, rank, self.on_gpu[rank] if x is None else x, bound, self.outs[rank], tensor(self.residual),
+            self.kernel, rank, self.on_gpu[rank] if x is None else x, bound, self.outs[rank], residual,
             self.totals[rank], tensor(self.weight), EPS, *(combine or (0, 0, 0, 0, 0, 0)), *peers.addresses,
             peers.source_bytes, peers.states[rank], peers.reports[rank], peers.limit, rank, self.rows, self.blocks,
         )  # fmt: skip
@@ -96,6 +101,26 @@ def test_hidden_sizes(arch: str, hidden: int, norm: bool) -> None:
     exchange.launch_all()
     exchange.peers.run()
     exchange.check()
+
+
+@pytest.mark.parametrize("hidden", [16, 80, 2880, 7168])
+def test_the_residual_is_updated_in_place(hidden: int) -> None:
+    kernel = OneShot(HOPPER, 2, hidden, BF16, norm=True)
+    exchange = Exchange(peers_for(kernel), kernel, rows=3, in_place=True)
+    exchange.launch_all()
+    exchange.peers.run(seed=hidden)
+    exchange.check()
+
+
+@pytest.mark.parametrize(("hidden", "parts"), [(16, 1), (80, 1), (2880, 8), (7168, 8)])
+def test_adds_to_what_is_there(hidden: int, parts: int) -> None:
+    kernel = OneShot(HOPPER, 2, hidden, BF16, accumulate=True, parts=parts)
+    exchange = Exchange(peers_for(kernel), kernel, rows=3)
+    exchange.outs = exchange.peers.each(lambda rank: exchange.peers.tensor(exchange.residual, rank))
+    exchange.launch_all()
+    exchange.peers.run(seed=hidden)
+    wanted = (sum_in_rank_order(exchange.x) + exchange.residual.float()).to(BF16)
+    assert all(torch.equal(out, wanted) for out in exchange.outs)
 
 
 @pytest.mark.parametrize(("hidden", "parts"), [(48, 2), (104, 4), (2880, 8)])

@@ -10,6 +10,7 @@ import torch
 
 from rose_dist.kernels import expert_slots, routing
 from rose_dist.kernels.errors import KernelArgumentError
+from rose_dist.kernels.expert_map import map_experts
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.moe_dispatch import PackedRows
 from rose_dist.kernels.route_rows import route_rows, takes
@@ -37,9 +38,10 @@ def run(
     place: Any, given: dict[str, torch.Tensor], router: Router, live: int | None, **options: Any
 ) -> tuple[Any, ...]:
     """ids, weights, the packed rows and the load."""
+    here = options.pop("here", len(given["load"]))
     held = {name: place(tensor) for name, tensor in given.items()}
     rows, hidden = given["x"].shape
-    packed = buffers(place, rows, hidden, len(given["load"]), router.k)
+    packed = buffers(place, rows, hidden, here, router.k)
     live_rows = None if live is None else place(torch.tensor([live], dtype=torch.int32))
     routed = route_rows(
         held["x"], held["norm_weight"], EPS, held["weight"], held["bias"], router, held["load"], packed,
@@ -89,6 +91,33 @@ def test_does_what_the_five_launches_do(
             error = (stored[slot].double() - normed[row]).abs()
             assert (error <= normed[row].abs() * 1.01 * 2**-8 + 1e-6).all()
     assert (stored[int(counts.sum()) :] == 9).all()
+
+
+@pytest.mark.parametrize(("first", "here"), [(0, 20), (20, 21), (7, 2)])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_packs_for_the_experts_here(gpu: Any, first: int, here: int, mapped: bool) -> None:
+    """Of all; with a table, of slots of which some experts have two."""
+    given = inputs(5, 64, 32)
+    whole = run(gpu.tensor, given, Router(4), 4)
+    table = torch.stack([torch.ones(32), torch.randperm(32), torch.full((32,), -1)], 1).int()
+    table[::3, 0], table[::3, 2] = 2, torch.arange(32, 43)
+    part = run(
+        gpu.tensor, given, Router(4), 4, first_expert=first, here=here, table=gpu.tensor(table) if mapped else None,
+        turn=3,
+    )  # fmt: skip
+    ids, (weights, packed, load) = gpu.plain(whole[0]), part[1:]
+    wanted = map_experts(ids, torch.zeros(32, dtype=torch.int64), table, turn=3) if mapped else ids
+    assert torch.equal(gpu.plain(part[0]), wanted)
+    assert torch.equal(gpu.plain(weights), gpu.plain(whole[1]))
+    assert torch.equal(gpu.plain(load), gpu.plain(whole[3]))
+    slots, counts, starts = expert_slots.reference(wanted, 4, first, here, PackedLayout())
+    assert torch.equal(gpu.plain(packed.slots), slots)
+    assert torch.equal(gpu.plain(packed.counts), counts)
+    assert torch.equal(gpu.plain(packed.offsets), starts)
+    rows, all_rows, all_slots = gpu.plain(packed.x), gpu.plain(whole[2].x), gpu.plain(whole[2].slots)
+    for pair, slot in enumerate(slots.flatten().tolist()):
+        assert slot < 0 or torch.equal(rows[slot], all_rows[all_slots.flatten()[pair]])
+    assert (rows[int(counts.sum()) :] == 9).all()
 
 
 def test_a_row_has_the_same_bits_in_any_batch(gpu: Any) -> None:

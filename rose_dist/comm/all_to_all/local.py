@@ -18,7 +18,8 @@ from rose_dist.comm.all_to_all.packing import (
     weighted_sum,
     write_out,
 )
-from rose_dist.comm.all_to_all.protocol import AddUp, AllToAll, AllToAllConfig, Dispatched, Handle, Routing
+from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig, Dispatched, Handle, Routing
+from rose_dist.kernels.combine_norm import combine_norm
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.moe_dispatch import PackedRows
 
@@ -111,25 +112,36 @@ class Local(AllToAll):
 
     @property
     def packs_only(self) -> bool:
-        whole = len(self.local_experts) == self.config.num_experts
-        return (
-            self.gpu is not None and whole and not self.config.scale_dim and self.gpu.options.layout == PackedLayout()
-        )
+        return self._packs_compactly and len(self.local_experts) == self.config.num_experts
+
+    @property
+    def _packs_compactly(self) -> bool:
+        return self.gpu is not None and not self.config.scale_dim and self.gpu.options.layout == PackedLayout()
 
     def dispatch_packed(self, tokens: int, pack: Callable[[PackedRows], Routing]) -> Dispatched:
         handle = self._on_gpu().packed_by(self, tokens, pack)
         handle.enter(self, "dispatch_recv")
         return handle.dispatched()
 
-    def combine_packed(self, expert_out: torch.Tensor, dispatched: Dispatched, add_up: AddUp) -> torch.Tensor:
+    def combine_norm(
+        self, expert_out: torch.Tensor, dispatched: Dispatched, residual: torch.Tensor, norm_weight: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:  # fmt: skip
         handle = dispatched.handle
         assert isinstance(handle, GpuHandle)
         check_combine(self.config, expert_out, dispatched.x.shape[0])
         handle.enter(self, "combine_send")
         handle.enter(self, "combine_recv")
-        result = add_up(expert_out, handle.packed.slots, handle.routing.weights)
+        handle.expert_out = expert_out
+        result = self.reduce_norm_on_gpu(handle, residual, norm_weight, eps)
         handle.release()
         return result
+
+    def reduce_norm_on_gpu(
+        self, handle: GpuHandle, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Add the weighted sums over all experts to `residual`; returns that, normalised."""
+        return combine_norm(handle.expert_out, handle.packed.slots, handle.routing.weights, residual, norm_weight, eps)
 
     def check(self) -> None:
         """Raise `WaitExpiredError` if a kernel on the GPU has waited in vain; to be called once a step, after it."""

@@ -13,9 +13,6 @@ from rose_dist.kernels.expert_slots import COMPACT, PackedLayout
 from rose_dist.kernels.formats import BlockFormat, Element
 from rose_dist.kernels.moe_dispatch import PackedRows
 
-AddUp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""From rows [packed rows, hidden], slots and weights [tokens, top_k] to what `combine_packed` is to give."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class AllToAllConfig:
@@ -203,9 +200,10 @@ class AllToAll(Protocol):
 
     @property
     def packs_only(self) -> bool:
-        """Whether dispatch does nothing but pack rows on this GPU, and combine nothing but add them up.
+        """Whether dispatch does nothing but pack rows on this GPU, and `combine_norm` serves.
 
-        A model may then use `dispatch_packed` and `combine_packed`, with kernels that do other work in the same launch.
+        A model may then use `dispatch_packed`, with a kernel that does other work in the same launch, and
+        `combine_norm`. For up to `linear_add.MAX_ROWS` tokens.
         """
         return False
 
@@ -215,8 +213,13 @@ class AllToAll(Protocol):
         """
         raise RuntimeError(f"{type(self).__name__} does more than to pack rows")
 
-    def combine_packed(self, expert_out: torch.Tensor, dispatched: Dispatched, add_up: AddUp) -> torch.Tensor:
-        """`combine` where `packs_only`: what `add_up` makes of the experts' rows, the slots and the weights."""
+    def combine_norm(
+        self, expert_out: torch.Tensor, dispatched: Dispatched, residual: torch.Tensor, norm_weight: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:  # fmt: skip
+        """`combine` where `packs_only`, added to `residual` [tokens, hidden] in place, and that normalised, as
+        `kernels.combine_norm` does it.
+        """
         raise RuntimeError(f"{type(self).__name__} does more than to add up rows")
 
     def check(self) -> None:

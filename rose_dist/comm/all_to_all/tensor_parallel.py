@@ -10,6 +10,7 @@ from rose_dist.comm.all_to_all.local_gpu import GpuHandle, GpuOptions
 from rose_dist.comm.all_to_all.protocol import AllToAllConfig
 from rose_dist.comm.group import Group
 from rose_dist.kernels.all_reduce import AllReduce
+from rose_dist.kernels.linear_add import MAX_ROWS
 
 
 class TensorParallel(Local):
@@ -41,7 +42,9 @@ class TensorParallel(Local):
 
     @property
     def packs_only(self) -> bool:
-        return False
+        if self.all_reduce is None or self.config.expert_dtype != self.all_reduce.sizes.dtype:
+            return False
+        return self._packs_compactly and self.all_reduce.sizes.combine_rows >= min(MAX_ROWS, self.config.max_tokens)
 
     def check(self) -> None:
         super().check()
@@ -58,6 +61,14 @@ class TensorParallel(Local):
             live_rows=handle.live_rows,
         )  # fmt: skip
         handle.release()
+
+    def reduce_norm_on_gpu(
+        self, handle: GpuHandle, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        assert self.all_reduce is not None
+        return self.all_reduce.combine_norm(
+            handle.expert_out, handle.packed.slots, handle.routing.weights, residual, norm_weight, eps
+        )
 
 
 def check_fits(all_reduce: AllReduce, config: AllToAllConfig) -> None:

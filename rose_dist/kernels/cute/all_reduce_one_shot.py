@@ -136,20 +136,9 @@ class OneShot(jit.Kernel):
         alive = Boolean(True)
         for part in range(block, live, blocks):
             alive = self.finish(
-                part,
-                inbox + half,
-                source_bytes,
-                epoch,
-                alive,
-                limit_ns,
-                report,
-                rank,
-                out,
-                residual,
-                total,
-                weight,
+                part, inbox + half, source_bytes, epoch, alive, limit_ns, report, rank, x, out, residual, total, weight,
                 eps,
-            )
+            )  # fmt: skip
         packets.finish_epoch(state, block == 0, blocks, live > 0)
 
     @cute.jit
@@ -193,10 +182,14 @@ class OneShot(jit.Kernel):
     @cute.jit
     def finish(
         self, part: Int32, inbox: Int64, source_bytes: Int64, epoch: Uint32, alive: Boolean, limit_ns: Int64,
-        report: Int64, rank: Int32, out: Int64, residual: Int64, total: Int64, weight: Int64, eps: Float32,
+        report: Int64, rank: Int32, x: Int64, out: Int64, residual: Int64, total: Int64, weight: Int64, eps: Float32,
     ) -> Boolean:  # fmt: skip
-        """Wait for a part's packets, add them up and write the result."""
-        sums = []
+        """Wait for a part's packets, add them up and write the result. What they are added to is loaded meanwhile."""
+        sums, before, scales = [], [], []
+        if const_expr(self.norm):
+            before, scales = self.read(part, residual, x), self.read(Int32(0), weight, weight)
+        if const_expr(self.accumulate):
+            before = self.read(part, out, x)
         for turn in range_constexpr(self.turns):
             packet = vector.min_of(cute.arch.thread_idx()[0] + turn * self.threads, Int32(self.part_packets - 1))
             received = cute.make_rmem_tensor(4 * self.ranks, Uint32)
@@ -209,9 +202,9 @@ class OneShot(jit.Kernel):
             for i in range_constexpr(PACKET_WORDS):
                 sums.append(self.add(received, i))
         if const_expr(self.norm):
-            self.write_norm(part, sums, out, residual, total, weight, eps)
+            self.write_norm(part, sums, before, scales, out, total, eps)
         else:
-            self.write(part, sums, out)
+            self.write(part, sums, before, out)
         return alive
 
     def add(self, received: Any, word: Any) -> Any:
@@ -232,42 +225,32 @@ class OneShot(jit.Kernel):
         return [(turn, i) for turn in range(self.turns) for i in range(PACKET_WORDS)]
 
     @cute.jit
-    def write(self, part: Int32, sums: list[Any], out: Int64) -> None:
+    def write(self, part: Int32, sums: list[Any], before: list[Any], out: Int64) -> None:
         """The rounded sums."""
         for number, (turn, i) in enumerate(self.every_word()):
             at, valid = self.mine(turn, i)
+            values = sums[number]
             if const_expr(self.accumulate):
-                self.put_added(valid, out, part, at, sums[number])
-            else:
-                self.put(valid, out, part, at, sums[number])
+                values = [a + b for a, b in zip(before[number], values, strict=True)]
+            self.put(valid, out, part, at, values)
 
     def put(self, valid: Any, target: Any, part: Any, at: Any, values: Any) -> Any:
         """The elements of one word, rounded to `dtype`."""
-        size = self.each * self.dtype.itemsize
-        address = target + (Int64(part) * self.words + at) * size
-        vector.store_scalars_if(valid, address, values, TYPES[self.dtype], size)
-
-    @cute.jit
-    def put_added(self, valid: Boolean, target: Int64, part: Int32, at: Int32, values: list[Any]) -> None:
-        """`put` of the sum with what stands there."""
-        if valid:
-            before = self.read(target, Int64(part) * self.words + at)
-            self.put(valid, target, part, at, [a + b for a, b in zip(before, values, strict=True)])
+        address = self.address(target, part, at)
+        vector.store_scalars_if(valid, address, values, TYPES[self.dtype], self.each * self.dtype.itemsize)
 
     @cute.jit
     def write_norm(
-        self, part: Int32, sums: list[Any], out: Int64, residual: Int64, total: Int64, weight: Int64, eps: Float32
+        self, part: Int32, sums: list[Any], before: list[Any], scales: list[Any], out: Int64, total: Int64, eps: Float32
     ) -> None:
         """The rounded sums plus the residual, rounded, to `total`; their RMS norm times the weight to `out`."""
         kind, words = TYPES[self.dtype], self.every_word()
-        squares, added, scales = Float32(0.0), [], []
+        squares, added = Float32(0.0), []
         for number, (turn, i) in enumerate(words):
-            at, valid = self.mine(turn, i)
-            inside = vector.min_of(at, Int32(self.words - 1))
-            before = self.read(residual, Int64(part) * self.words + inside)
-            scales.append(self.read(weight, Int64(inside)))
+            _, valid = self.mine(turn, i)
             new = [
-                Float32((Float32(Float32(a).to(kind)) + b).to(kind)) for a, b in zip(sums[number], before, strict=True)
+                Float32((Float32(Float32(a).to(kind)) + b).to(kind))
+                for a, b in zip(sums[number], before[number], strict=True)
             ]
             added.append(new)
             for value in new:
@@ -281,8 +264,18 @@ class OneShot(jit.Kernel):
             self.put(valid, out, part, at, normed)
         cute.arch.sync_threads()  # the next row's sum uses the same shared memory
 
-    def read(self, source: Any, at: Any) -> Any:
-        """As many elements of `dtype` as a word on its way has, as fp32."""
-        size = self.each * self.dtype.itemsize
-        values = vector.load(source + at * size, TYPES[self.dtype], self.each, size).to(Float32)
-        return [values[i] for i in range(self.each)]
+    def read(self, part: Any, source: Any, otherwise: Any) -> Any:
+        """This thread's words of a part of `source`, elements of `dtype`, as fp32; of words that there are not, what
+        stands at `otherwise`, because another thread may be writing any of `source` by now.
+        """
+        words = []
+        for turn, i in self.every_word():
+            at, valid = self.mine(turn, i)
+            address = Int64(vector.select(valid, self.address(source, part, at), otherwise))
+            loaded = vector.load(address, TYPES[self.dtype], self.each, self.each * self.dtype.itemsize).to(Float32)
+            words.append([loaded[j] for j in range(self.each)])
+        return words
+
+    def address(self, base: Any, part: Any, at: Any) -> Any:
+        """Of a part's word, in elements of `dtype`."""
+        return base + (Int64(part) * self.words + at) * (self.each * self.dtype.itemsize)

@@ -1,16 +1,18 @@
 """All-reduce of larger tensors over NVLink in one launch: every rank adds up its slice, and hands the sums round.
 
 Everyone pushes each slice to its owner; the owner adds up in rank order in fp32, rounds once, and pushes the result to
-everyone. Block b of one rank deals with block b of the others only, so there is no barrier over the grid. A block takes
-its part of a slice in rounds: the next round's data are on the link while it adds this one's and takes the last one's.
+everyone. Team b of one rank deals with team b of the others only, so there is no barrier over the grid. A team is three
+blocks: one pushes, one adds up and pushes the sums, one takes them; each takes its part of a slice in rounds. Pushing
+waits for nothing, so that the link has something to carry from the first microsecond to the last: a block that did all
+three left it idle whenever it waited, added or took.
 
 Region, in every rank's symmetric memory: inbox [ranks, slice_bytes] of slices to be added, outbox [ranks, slice_bytes]
 of sums, then flags u32 [2 stages, MAX_ROUNDS, ranks, MAX_BLOCKS], which must be 0 before the first exchange
 (`peer_regions.two_shot_bytes`).
-Flag [stage][round][source][block]: written by thread `destination` of that block of rank `source` (release, system
-scope) with the epoch, once the block has pushed the round's piece; read by the same thread number of the same block of
-the owner of the memory (acquire). It publishes that piece. Flags only grow; epoch: see `packets`.
-Reuse: when a rank has finished an exchange, each of its blocks has waited for the sums of every peer's same block, so
+Flag [stage][round][source][team]: written by thread `destination` of that team's block of rank `source` (release,
+system scope) with the epoch, once the block has pushed the round's piece; read by the same thread number of the same
+team's next block of the owner of the memory (acquire). It publishes that piece. Flags only grow; epoch: see `packets`.
+Reuse: when a rank has finished an exchange, each of its teams has waited for the sums of every peer's same team, so
 every peer has read its inbox. And it pushes sums only after every peer has begun the same exchange, so has read its
 outbox of the one before.
 """
@@ -24,34 +26,43 @@ import torch
 
 from rose_dist.kernels import jit, ptx, sync, vector
 from rose_dist.kernels.cute import packets
-from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, cute, cutlass, range_constexpr
+from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, const_expr, cute, cutlass, range_constexpr
 from rose_dist.kernels.peer_regions import ADD_STAGE, MAX_BLOCKS, MAX_ROUNDS, TAKE_STAGE
 
 UNROLL = 4
+"""Vectors that a thread copies at a time: it loads all of them before it stores the first."""
 VECTOR_BYTES = 16
+ROLES = 3
+"""Blocks of a team."""
 
 
 @dataclass(frozen=True)
 class TwoShot(jit.Kernel):
-    """The grid must be co-resident and of one size on all ranks, at most `MAX_BLOCKS`, and so must be the rounds, at
-    most `MAX_ROUNDS`. dtype: bf16 or fp32.
+    """The grid must be co-resident and of one size on all ranks, at most `MAX_BLOCKS` teams, and so must be the rounds,
+    at most `MAX_ROUNDS`. dtype: bf16 or fp32. roles: blocks of a team; 1 does all, which is here to be compared with.
     """
 
     ranks: int
     dtype: torch.dtype
-    threads: int = 512
+    threads: int = 192
+    roles: int = ROLES
 
     @property
     def count(self) -> int:
         """Elements of a vector."""
         return VECTOR_BYTES // self.dtype.itemsize
 
+    @property
+    def sums(self) -> int:
+        """That a thread makes at a time."""
+        return 2 if self.ranks <= 4 else 1  # a vector of every rank is in registers
+
     @cute.jit
     def __call__(
         self, x: Int64, live_rows: Int64, out: Int64, row_vectors: Int32,
         peer0: Int64, peer1: Int64, peer2: Int64, peer3: Int64, peer4: Int64, peer5: Int64, peer6: Int64, peer7: Int64,
         slice_bytes: Int64, state: Int64, report: Int64, limit_ns: Int64, rank: Int32, rows: Int32, rounds: Int32,
-        blocks: Int32, stream: Stream,
+        teams: Int32, stream: Stream,
     ) -> None:  # fmt: skip
         """Addresses: x and out [rows, row_vectors · 16 bytes], which may be the same; live_rows int32 [1] or 0. peer0 …
         are the ranks' regions, this rank's among them.
@@ -60,7 +71,8 @@ class TwoShot(jit.Kernel):
             x, live_rows, out, row_vectors, peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7, slice_bytes, state,
             report, limit_ns, rank, rows, rounds,
         ).launch(
-            grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1
+            grid=[teams * self.roles, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True,
+            min_blocks_per_mp=self.roles, preferred_smem_carveout=100,
         )  # fmt: skip
 
     @cute.kernel
@@ -69,7 +81,8 @@ class TwoShot(jit.Kernel):
         peer0: Int64, peer1: Int64, peer2: Int64, peer3: Int64, peer4: Int64, peer5: Int64, peer6: Int64, peer7: Int64,
         slice_bytes: Int64, state: Int64, report: Int64, limit_ns: Int64, rank: Int32, rows: Int32, rounds: Int32,
     ) -> None:  # fmt: skip
-        block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        teams = cute.arch.grid_dim()[0] // self.roles
+        team, role = cute.arch.block_idx()[0] % teams, cute.arch.block_idx()[0] // teams
         peers = [peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7][: self.ranks]
         passed = cute.make_tensor(cute.arch.alloc_smem(Int32, 1), cute.make_layout(1))
         cute.arch.griddepcontrol_wait()
@@ -79,31 +92,39 @@ class TwoShot(jit.Kernel):
         epoch = packets.current_epoch(state)
         vectors = live * row_vectors
         share = (vectors + (self.ranks - 1)) // self.ranks
-        part = (share + (blocks - 1)) // blocks
+        part = (share + (teams - 1)) // teams
         piece = (part + (rounds - 1)) // rounds
-        first, last = block * part, vector.min_of((block + 1) * part, share)
+        first, last = team * part, vector.min_of((team + 1) * part, share)
         outbox = self.ranks * slice_bytes
-        flags = 2 * outbox + Int64(block) * 4
+        flags = 2 * outbox + Int64(team) * 4
         own = peers[0]
         for other in range_constexpr(1, self.ranks):
             own = Int64(vector.select(rank == other, peers[other], own))
         if cute.arch.thread_idx()[0] == 0:
             passed[0] = Int32(1)
-        for now in range(rounds + 2):
-            if now < rounds:
+        cute.arch.sync_threads()
+        # Without teams a block is two rounds ahead in pushing when it takes one.
+        steps = rounds if const_expr(self.roles == ROLES) else rounds + 2
+        for now in range(steps):
+            adds, takes = (now, now) if const_expr(self.roles == ROLES) else (now - 1, now - 2)
+            if self.plays(0, role) & (now < rounds):
                 begin, end = self.bounds(first, last, piece, now)
                 self.push(x, peers, rank * slice_bytes, share, vectors, begin, end, rank)
                 self.publish(peers, flags, 0, now, epoch, rank)
-            if (now > 0) & (now <= rounds):
-                begin, end = self.bounds(first, last, piece, now - 1)
-                self.wait(own, flags, 0, now - 1, epoch, passed, limit_ns, report, rank)
+            if self.plays(1, role) & (adds >= 0) & (adds < rounds):
+                begin, end = self.bounds(first, last, piece, adds)
+                self.wait(own, flags, 0, adds, epoch, passed, limit_ns, report, rank)
                 self.add(x, out, own, slice_bytes, peers, outbox + rank * slice_bytes, share, vectors, begin, end, rank)
-                self.publish(peers, flags, 1, now - 1, epoch, rank)
-            if now > 1:
-                begin, end = self.bounds(first, last, piece, now - 2)
-                self.wait(own, flags, 1, now - 2, epoch, passed, limit_ns, report, rank)
+                self.publish(peers, flags, 1, adds, epoch, rank)
+            if self.plays(2, role) & (takes >= 0):
+                begin, end = self.bounds(first, last, piece, takes)
+                self.wait(own, flags, 1, takes, epoch, passed, limit_ns, report, rank)
                 self.take(out, own + outbox, slice_bytes, share, vectors, begin, end, rank)
-        packets.finish_epoch(state, block == 0, blocks, Boolean(True))
+        packets.finish_epoch(state, (team == 0) & (role == 0), cute.arch.grid_dim()[0], Boolean(True))
+
+    def plays(self, part: int, role: Any) -> Any:
+        """Whether this block has that part of the work."""
+        return Boolean(True) if self.roles == 1 else Boolean(role == part)
 
     def bounds(self, first: Any, last: Any, piece: Any, now: Any) -> Any:
         """This thread's first vector of a round's piece, and the piece's end."""
@@ -130,15 +151,13 @@ class TwoShot(jit.Kernel):
         for owner in range_constexpr(self.ranks):
             if rank != owner:
                 stop = vector.min_of(end, vectors - owner * share)
-                for at in cutlass.range(begin, stop, self.threads, unroll=UNROLL):
-                    words = ptx.load_16b(x + (Int64(owner * share) + at) * VECTOR_BYTES)
-                    ptx.store_16b(peers[owner] + offset + Int64(at) * VECTOR_BYTES, words)
+                self.copy(x + Int64(owner * share) * VECTOR_BYTES, peers[owner] + offset, begin, stop)
 
     @cute.jit
     def publish(
         self, peers: list[Any], flags: Int64, stage: cutlass.Constexpr, now: Int32, epoch: Uint32, rank: Int32
     ) -> None:
-        """This block's writes of a round, to everyone's same block."""
+        """This block's writes of a round, to everyone's same team."""
         cute.arch.sync_threads()
         for peer in range_constexpr(self.ranks):
             if (cute.arch.thread_idx()[0] == peer) & (rank != peer):
@@ -149,13 +168,14 @@ class TwoShot(jit.Kernel):
         self, own: Int64, flags: Int64, stage: cutlass.Constexpr, now: Int32, epoch: Uint32, passed: cute.Tensor,
         limit_ns: Int64, report: Int64, rank: Int32,
     ) -> None:  # fmt: skip
-        """For the round's writes of everyone's same block. After a wait that expired, for none."""
+        """For the round's writes of everyone's same team. After a wait that expired, for none."""
         for peer in range_constexpr(self.ranks):
             if (cute.arch.thread_idx()[0] == peer) & (rank != peer):
                 if passed[0] != 0:
+                    # Whoever waits for a sum waits longer, so that the report names the rank that the sum lacks.
                     there = sync.wait(
-                        own + self.flag(flags, stage, now, peer), epoch, "sys", limit_ns, report, rank, Int32(peer),
-                        (ADD_STAGE, TAKE_STAGE)[stage],
+                        own + self.flag(flags, stage, now, peer), epoch, "sys", limit_ns + stage * (limit_ns // 4),
+                        report, rank, Int32(peer), (ADD_STAGE, TAKE_STAGE)[stage],
                     )  # fmt: skip
                     if not there:
                         passed[0] = Int32(0)
@@ -169,17 +189,21 @@ class TwoShot(jit.Kernel):
         """The sums of this rank's slice, to `out` and to everyone."""
         first = Int64(rank) * share
         stop = vector.min_of(end, vectors - rank * share)
-        for at in cutlass.range(begin, stop, self.threads, unroll=2):
+        for some in range(begin, stop, self.threads * self.sums):
             loaded = []
-            for source in range_constexpr(self.ranks):
+            for i in range_constexpr(self.sums):
+                at = self.place(some, i, stop)
                 here = x + (first + at) * VECTOR_BYTES
-                there = inbox + source * slice_bytes + Int64(at) * VECTOR_BYTES
-                loaded.append(ptx.load_16b(Int64(vector.select(rank == source, here, there))))
-            words = self.sum(loaded)
-            ptx.store_16b(out + (first + at) * VECTOR_BYTES, words)
-            for peer in range_constexpr(self.ranks):
-                if rank != peer:
-                    ptx.store_16b(peers[peer] + offset + Int64(at) * VECTOR_BYTES, words)
+                for source in range_constexpr(self.ranks):
+                    there = inbox + source * slice_bytes + Int64(at) * VECTOR_BYTES
+                    loaded.append(ptx.load_16b(Int64(vector.select(rank == source, here, there))))
+            for i in range_constexpr(self.sums):
+                words, at = self.sum(loaded[i * self.ranks : (i + 1) * self.ranks]), some + i * self.threads
+                if at < stop:
+                    ptx.store_16b(out + (first + at) * VECTOR_BYTES, words)
+                    for peer in range_constexpr(self.ranks):
+                        if rank != peer:
+                            ptx.store_16b(peers[peer] + offset + Int64(at) * VECTOR_BYTES, words)
 
     def sum(self, loaded: Any) -> Any:
         """Four words that hold the rounded sums, in rank order, of the words' elements."""
@@ -201,6 +225,18 @@ class TwoShot(jit.Kernel):
         for owner in range_constexpr(self.ranks):
             if rank != owner:
                 stop = vector.min_of(end, vectors - owner * share)
-                for at in cutlass.range(begin, stop, self.threads, unroll=UNROLL):
-                    words = ptx.load_16b(outbox + owner * slice_bytes + Int64(at) * VECTOR_BYTES)
-                    ptx.store_16b(out + (Int64(owner * share) + at) * VECTOR_BYTES, words)
+                self.copy(outbox + owner * slice_bytes, out + Int64(owner * share) * VECTOR_BYTES, begin, stop)
+
+    @cute.jit
+    def copy(self, source: Int64, target: Int64, begin: Int32, stop: Int32) -> None:
+        """This thread's vectors from `begin` up to `stop`, counted from both addresses."""
+        for first in range(begin, stop, self.threads * UNROLL):
+            loaded = [ptx.load_16b(source + Int64(self.place(first, i, stop)) * VECTOR_BYTES) for i in range(UNROLL)]
+            for i in range_constexpr(UNROLL):
+                if first + i * self.threads < stop:
+                    ptx.store_16b(target + Int64(first + i * self.threads) * VECTOR_BYTES, loaded[i])
+
+    def place(self, first: Any, i: int, stop: Any) -> Any:
+        """A thread's vector number `i` from `first` on; the first one in place of any beyond the end."""
+        at = first + i * self.threads
+        return vector.select(at < stop, at, first)

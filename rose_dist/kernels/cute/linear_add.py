@@ -42,7 +42,7 @@ class LinearAdd(jit.Kernel):
         outputs: Int32, stream: Stream,
     ) -> None:  # fmt: skip
         """Addresses: x bf16 [rows, inputs] with a stride in elements, weight bf16 [outputs, inputs], bias bf16
-        [outputs] or 0, residual bf16 [rows, outputs], out bf16 [rows, outputs].
+        [outputs] or 0, residual bf16 [rows, outputs] or 0, out bf16 [rows, outputs].
         """
         self.kernel(x, x_stride, weight, bias, residual, out, rows, outputs).launch(
             grid=[outputs // LINEAR_OUTPUTS, 1, 1], block=[self.weights.threads, 1, 1],
@@ -84,7 +84,8 @@ class LinearAdd(jit.Kernel):
     def copy_residual(self, shared: Any, residual: Any, pair: Any, rows: Any, outputs: Any) -> None:
         for i, row in enumerate(rows_of_lane(cute.arch.thread_idx()[0] % WARP)):
             source = residual + (Int64(row) * outputs + pair * 2) * 2
-            copy_async(self.place(shared, 1 + i), source, Uint32(Boolean(row < rows)) * 4, 4)
+            there = Boolean(row < rows) & Boolean(residual != 0)
+            copy_async(self.place(shared, 1 + i), source, Uint32(there) * 4, 4)
 
     @cute.jit
     def write(self, shared: Int32, out: Int64, rows: Int32, outputs: Int32) -> None:

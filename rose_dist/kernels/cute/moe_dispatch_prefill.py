@@ -10,13 +10,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from rose_dist.kernels import jit, ptx, vector
-from rose_dist.kernels.cute.expert_slots import copy_bytes, local_expert, scan_starts, scatter_scales, shared_integers
+from rose_dist.kernels.cute.expert_slots import copy_bytes, scan_starts, scatter_scales, shared_integers
 from rose_dist.kernels.cute.phase_barrier import phase_barrier
-from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, const_expr, cute, cutlass, range_constexpr
+from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, const_expr, cute, range_constexpr
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.peer_regions import ASSIGN_STAGE
 from rose_dist.kernels.row_tiling import RowTiling
 from rose_dist.kernels.variants import WARP
+
+AHEAD = 4
+"""Pairs of a lane that are loaded at a time."""
+HISTOGRAMS_AHEAD = 16
+"""Other blocks' counts that are."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,10 @@ class AssignSlots(jit.Kernel):
         first = ((block * self.warps + thread // WARP) * steps) * WARP
         own = thread // WARP * self.experts
         cute.arch.griddepcontrol_launch_dependents()
-        for step in range(steps):
-            self.count(ids, first + step * WARP, pairs, first_expert, walked, own)
+        for step in range(0, steps, AHEAD):
+            keys = self.keys(ids, first, step, steps, pairs, first_expert)
+            for i in range_constexpr(AHEAD):
+                self.count(keys[i], walked, own)
         cute.arch.sync_threads()
         self.publish(walked, histograms + Int64(block) * (self.experts * 4))
         arrived = phase_barrier(barrier, block == 0, blocks, passed, limit_ns, report, rank, ASSIGN_STAGE)
@@ -76,41 +83,45 @@ class AssignSlots(jit.Kernel):
         for at in range(thread, self.warps * self.experts, self.threads):
             walked[at] += starts[at % self.experts]
         cute.arch.sync_threads()
-        for step in range(steps):
-            self.number(ids, first + step * WARP, pairs, first_expert, walked, own, starts, slots, arrived)
+        for step in range(0, steps, AHEAD):
+            keys = self.keys(ids, first, step, steps, pairs, first_expert)
+            for i in range_constexpr(AHEAD):
+                pair = first + (step + i) * WARP + thread % WARP
+                wanted = (step + i < steps) & (pair < pairs)
+                self.number(keys[i], pair, wanted, walked, own, starts, slots, arrived)
 
-    @cute.jit
-    def key(self, ids: Int64, pair: Int32, first_expert: Int32) -> Int32:
-        """What pairs are sorted by; −1 for those that are left out."""
-        return local_expert(ids, pair, first_expert, self.experts)
+    def keys(self, ids: Any, first: Any, step: Any, steps: Any, pairs: Any, first_expert: Any) -> list[Any]:
+        """What a lane's next `AHEAD` pairs are sorted by; −1 for those that are left out. All are loaded at once."""
+        lane = cute.arch.thread_idx()[0] % WARP
+        places = [first + (step + i) * WARP + lane for i in range(AHEAD)]
+        loaded = [self.key(ids, vector.min_of(place, pairs - 1), first_expert) for place in places]
+        there = [(step + i < steps) & (place < pairs) for i, place in enumerate(places)]
+        return [Int32(vector.select(t, key, Int32(-1))) for t, key in zip(there, loaded, strict=True)]
 
-    @cute.jit
-    def peers(self, ids: Int64, pair: Int32, pairs: Int32, first_expert: Int32) -> Any:
-        """A lane's expert, the lanes of the warp that have the same one, and how many of them are before it."""
-        expert = Int32(-1)
-        if pair < pairs:
-            expert = self.key(ids, pair, first_expert)
+    def key(self, ids: Any, pair: Any, first_expert: Any) -> Any:
+        local = vector.scalar(ids + Int64(pair) * 4, Int32)[0] - first_expert
+        return vector.select((local >= 0) & (local < self.experts), local, Int32(-1))
+
+    def peers(self, expert: Any) -> Any:
+        """The lanes of the warp that have the same expert, and how many of them are before this one."""
         same = cute.arch.match_sync(0xFFFFFFFF, expert)
-        return expert, same, Int32(cute.arch.popc(same & Uint32(cute.arch.lanemask_lt())))
+        return same, Int32(cute.arch.popc(same & Uint32(cute.arch.lanemask_lt())))
 
     @cute.jit
-    def count(
-        self, ids: Int64, begin: Int32, pairs: Int32, first_expert: Int32, walked: cute.Tensor, own: Int32
-    ) -> None:
+    def count(self, expert: Int32, walked: cute.Tensor, own: Int32) -> None:
         """One step of a warp's first walk."""
-        expert, same, before = self.peers(ids, begin + cute.arch.thread_idx()[0] % WARP, pairs, first_expert)
+        same, before = self.peers(expert)
         if (expert >= 0) & (before == 0):
             walked[own + expert] += Int32(cute.arch.popc(same))
         cute.arch.sync_warp()
 
     @cute.jit
     def number(
-        self, ids: Int64, begin: Int32, pairs: Int32, first_expert: Int32, walked: cute.Tensor, own: Int32,
-        starts: cute.Tensor, slots: Int64, arrived: Boolean,
+        self, expert: Int32, pair: Int32, wanted: Boolean, walked: cute.Tensor, own: Int32, starts: cute.Tensor,
+        slots: Int64, arrived: Boolean,
     ) -> None:  # fmt: skip
         """One step of a warp's second walk: `walked` holds each expert's next slot."""
-        pair = begin + cute.arch.thread_idx()[0] % WARP
-        expert, same, before = self.peers(ids, pair, pairs, first_expert)
+        same, before = self.peers(expert)
         slot = Int32(-1)
         if arrived & (expert >= 0):
             slot = walked[own + expert] + before
@@ -120,7 +131,7 @@ class AssignSlots(jit.Kernel):
         cute.arch.sync_warp()
         if (expert >= 0) & (before == 0):
             walked[own + expert] += Int32(cute.arch.popc(same))
-        if pair < pairs:
+        if wanted:
             vector.scalar(slots + Int64(pair) * 4, Int32)[0] = slot
         cute.arch.sync_warp()
 
@@ -141,11 +152,13 @@ class AssignSlots(jit.Kernel):
         experts = self.experts
         for expert in range(cute.arch.thread_idx()[0], experts, self.threads):
             total, before = Int32(0), Int32(0)
-            for other in cutlass.range(blocks, unroll=8):
-                count = vector.scalar(histograms + (Int64(other) * experts + expert) * 4, Int32)[0]
-                total += count
-                if other < block:
-                    before += count
+            for first in range(0, blocks, HISTOGRAMS_AHEAD):
+                others = [first + i for i in range(HISTOGRAMS_AHEAD)]
+                places = [Int64(vector.min_of(other, blocks - 1)) * experts + expert for other in others]
+                found = [vector.scalar(histograms + place * 4, Int32)[0] for place in places]
+                for i in range_constexpr(HISTOGRAMS_AHEAD):
+                    total += vector.select(others[i] < blocks, found[i], Int32(0))
+                    before += vector.select(others[i] < block, found[i], Int32(0))
             counted[expert] = total
             for warp in range_constexpr(self.warps):
                 count = walked[warp * experts + expert]
@@ -208,23 +221,32 @@ class ScatterRows(jit.Kernel):
         ]
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        own = slots + Int64(vector.min_of(token, tokens - 1)) * (self.top_k * 4)
+        places = [vector.scalar(own + j * 4, Int32)[0] for j in range(self.top_k)]
         ptx.exit_if(token >= vector.live_rows(live_rows, tokens))
-        for j in range(self.top_k):
-            slot = Int64(vector.scalar(slots + (Int64(token) * self.top_k + j) * 4, Int32)[0])
-            if slot >= 0:
-                target = packed + slot * row_bytes
-                for i in range_constexpr(tiling.vectors):
-                    at = lane + i * tiling.threads_per_row
-                    valid = Boolean(vector.in_row(tiling, lane, i))
-                    vector.store_if(valid, target + Int64(at) * size, values[i], Uint32, size // 4, size)
-                own = scales + Int64(token) * self.scale_bytes
-                if const_expr(self.column_scales):
-                    scatter_scales(
-                        own, packed_scales, Int32(slot), group_rows, self.scale_bytes // 4, lane,
-                        tiling.threads_per_row,
-                    )  # fmt: skip
-                elif const_expr(self.scale_bytes > 0):
-                    copy_bytes(
-                        own, packed_scales + slot * self.scale_bytes, self.scale_bytes, self.scale_vector_bytes, lane,
-                        tiling.threads_per_row,
-                    )  # fmt: skip
+        for j in range_constexpr(self.top_k):
+            self.write(Int32(places[j]), values, packed, token, scales, packed_scales, group_rows, lane)
+
+    @cute.jit
+    def write(
+        self, place: Int32, values: list[Any], packed: Int64, token: Int32, scales: Int64, packed_scales: Int64,
+        group_rows: Int32, lane: Int32,
+    ) -> None:  # fmt: skip
+        """A token's row, and its scales, to a slot."""
+        tiling, size, slot = self.tiling, self.vector_bytes, Int64(place)
+        if slot >= 0:
+            target = packed + slot * (tiling.row_vectors * size)
+            for i in range_constexpr(tiling.vectors):
+                at = lane + i * tiling.threads_per_row
+                valid = Boolean(vector.in_row(tiling, lane, i))
+                vector.store_if(valid, target + Int64(at) * size, values[i], Uint32, size // 4, size)
+            own = scales + Int64(token) * self.scale_bytes
+            if const_expr(self.column_scales):
+                scatter_scales(
+                    own, packed_scales, place, group_rows, self.scale_bytes // 4, lane, tiling.threads_per_row
+                )
+            elif const_expr(self.scale_bytes > 0):
+                copy_bytes(
+                    own, packed_scales + slot * self.scale_bytes, self.scale_bytes, self.scale_vector_bytes, lane,
+                    tiling.threads_per_row,
+                )  # fmt: skip

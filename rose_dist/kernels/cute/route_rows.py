@@ -35,12 +35,12 @@ from rose_dist.kernels.linear_add import MAX_ROWS
 from rose_dist.kernels.linear_shapes import LINEAR_OUTPUTS, resident_beside
 from rose_dist.kernels.routing import Score
 from rose_dist.kernels.variants import ROUTERS, WARP
-from rose_dist.kernels.warp_matrix import await_copies
+from rose_dist.kernels.warp_matrix import await_copies, copy_async
 
 
 @cache
-def launcher(arch: Arch, hidden: int, experts: int, k: int, score: Score) -> jit.Launcher:
-    return jit.load(RouteRows.of(arch, hidden, experts, k, score))
+def launcher(arch: Arch, hidden: int, experts: int, k: int, score: Score, table_width: int) -> jit.Launcher:
+    return jit.load(RouteRows.of(arch, hidden, experts, k, score, table_width))
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,20 @@ class RouteRows(jit.Kernel):
     """weights: of the router, 16 experts a block, all on their way before the launch before is done.
 
     A block fits beside one of `LinearAdd`, or it could not start before that is gone.
+
+    table_width: columns of the table of slots, 0 for none.
     """
 
     weights: ResidentWeights
     route: SharedRoute
+    table_width: int
 
     @classmethod
-    def of(cls, arch: Arch, hidden: int, experts: int, k: int, score: Score) -> RouteRows:
+    def of(cls, arch: Arch, hidden: int, experts: int, k: int, score: Score, table_width: int) -> RouteRows:
         weights = ResidentWeights(hidden, resident_beside(hidden))
         shape = ROUTERS.variants[0]
         route = SharedRoute(arch, torch.bfloat16, experts, k, score, 1, 1, False, False, shape, 16)
-        return cls(arch, weights, route)
+        return cls(arch, weights, route, table_width)
 
     @property
     def hidden(self) -> int:
@@ -91,6 +94,7 @@ class RouteRows(jit.Kernel):
             "meeting": self.weights.shared_bytes, "rows": self.shared_rows.bytes,
             "logits": MAX_ROWS * self.route.experts * 2,
             "chosen": MAX_ROWS * self.route.k * 4, "slots": MAX_ROWS * self.route.k * 4,
+            "table": self.route.experts * self.table_width * 4,
         }  # fmt: skip
         at, places = 0, {}
         for name, size in sizes.items():
@@ -100,17 +104,18 @@ class RouteRows(jit.Kernel):
 
     @cute.jit
     def __call__(
-        self, x: Int64, scale: Int64, weight: Int64, bias: Int64, live_rows: Int64, load: Int64, packed: Int64,
-        ids: Int64, weights: Int64, slots: Int64, counts: Int64, offsets: Int64, rows: Int32,
-        eps: Float32, factor: Float32, stream: Stream,
+        self, x: Int64, scale: Int64, weight: Int64, bias: Int64, live_rows: Int64, load: Int64, table: Int64,
+        turn: Int32, first_expert: Int32, held: Int32, packed: Int64, ids: Int64, weights: Int64, slots: Int64,
+        counts: Int64, offsets: Int64, rows: Int32, eps: Float32, factor: Float32, stream: Stream,
     ) -> None:  # fmt: skip
         """Addresses: x bf16 [rows, hidden], scale bf16 [hidden], weight bf16 [experts, hidden], bias bf16 [experts] or
-        0, live_rows int32 [1] or 0, load u64 [experts], added to; written are packed bf16 [.., hidden], ids int32,
-        weights fp32 and slots int32 [rows, k], counts int32 [experts] and offsets int64 [experts + 1].
+        0, live_rows int32 [1] or 0, load u64 [experts], added to, table int32 [experts, table_width] and turn as for
+        `map_experts`; written are packed bf16 [.., hidden], ids int32, weights fp32 and slots int32 [rows, k], counts
+        int32 [held] and offsets int64 [held + 1], of the experts from `first_expert` on.
         """
         self.kernel(
-            x, scale, weight, bias, live_rows, load, packed, ids, weights, slots, counts, offsets, rows, eps,
-            factor,
+            x, scale, weight, bias, live_rows, load, table, turn, first_expert, held, packed, ids, weights, slots,
+            counts, offsets, rows, eps, factor,
         ).launch(
             grid=[self.blocks, 1, 1], block=[self.weights.threads, 1, 1], cluster=[self.blocks, 1, 1],
             smem=self.places["size"], stream=stream, use_pdl=True, min_blocks_per_mp=self.weights.shape.per_sm,
@@ -119,9 +124,9 @@ class RouteRows(jit.Kernel):
 
     @cute.kernel
     def kernel(
-        self, x: Int64, scale: Int64, weight: Int64, bias: Int64, live_rows: Int64, load: Int64, packed: Int64,
-        ids: Int64, weights: Int64, slots: Int64, counts: Int64, offsets: Int64, rows: Int32,
-        eps: Float32, factor: Float32,
+        self, x: Int64, scale: Int64, weight: Int64, bias: Int64, live_rows: Int64, load: Int64, table: Int64,
+        turn: Int32, first_expert: Int32, held: Int32, packed: Int64, ids: Int64, weights: Int64, slots: Int64,
+        counts: Int64, offsets: Int64, rows: Int32, eps: Float32, factor: Float32,
     ) -> None:  # fmt: skip
         product = self.weights
         cute.arch.griddepcontrol_launch_dependents()
@@ -130,19 +135,20 @@ class RouteRows(jit.Kernel):
         pair, row_bytes = pair_of_lane(), self.hidden * 2
         first = weight + Int64(pair) * (2 * row_bytes)
         normed, at = self.shared_rows, shared + self.places["rows"]
+        self.fetch_table(shared, table)
         normed.fetch_scales(at, scale)
-        held = product.fetch(first, first + row_bytes, shared)
+        early = product.fetch(first, first + row_bytes, shared)
         words = Uint32(0)
         if bias != 0:
             words = Uint32(vector.scalar(bias + Int64(pair) * 4, Uint32)[0])
         cute.arch.griddepcontrol_wait()
         live = vector.live_rows(live_rows, rows)
         normed.square(at, x, rows)
-        await_copies(product.runs - product.held)  # the norm's weights
+        await_copies(product.runs - product.held)  # the table and the norm's weights
         cute.arch.sync_threads()
         normed.normalise(at, rows, eps)
         cute.arch.sync_threads()
-        sums = product.multiply(held, shared, self.operands(shared, rows))
+        sums = product.multiply(early, shared, self.operands(shared, rows))
         product.meet(shared, sums)
         cute.arch.cluster_wait()
         if cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP) == 0:
@@ -150,11 +156,11 @@ class RouteRows(jit.Kernel):
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         block = cute.arch.block_idx()[0]
-        self.choose(shared, ids, weights, rows, live, factor, block == 0)
+        self.choose(shared, ids, weights, load, turn, first_expert, held, rows, live, factor, block == 0)
         cute.arch.sync_threads()
         self.find_slots(shared, slots, rows * self.route.k, block == 0)
         if block == self.blocks - 1:
-            self.count(shared, counts, offsets, load, rows * self.route.k)
+            self.count(shared, counts, offsets, held, rows * self.route.k)
         cute.arch.sync_threads()
         self.pack(shared, packed, rows * self.route.k, block)
 
@@ -177,22 +183,45 @@ class RouteRows(jit.Kernel):
                     ptx.cluster_store_shared(place, Uint32(block), logits)
 
     @cute.jit
+    def fetch_table(self, shared: Int32, table: Int64) -> None:
+        """Start copying the table of slots; it joins the next group of copies."""
+        thread = cute.arch.thread_idx()[0]
+        if cute.arch.make_warp_uniform(thread // WARP) == 0:
+            for first in range_constexpr(0, self.route.experts * self.table_width, WARP):
+                at = first + thread
+                copy_async(shared + self.places["table"] + at * 4, table + Int64(at) * 4, Uint32(4), 4)
+
+    @cute.jit
     def choose(
-        self, shared: Int32, ids: Int64, weights: Int64, rows: Int32, live: Int32, factor: Float32, writes: Boolean
-    ) -> None:
-        """A warp a row: its experts, −1 for dead rows, to shared memory, and from one block to global memory."""
+        self, shared: Int32, ids: Int64, weights: Int64, load: Int64, turn: Int32, first_expert: Int32, held: Int32,
+        rows: Int32, live: Int32, factor: Float32, writes: Boolean,
+    ) -> None:  # fmt: skip
+        """A warp a row: which of the experts here it has chosen, −1 for others and for dead rows, to shared memory; the
+        whole choice from one block to global memory.
+        """
         warp, lane = cute.arch.thread_idx()[0] // WARP, cute.arch.thread_idx()[0] % WARP
         for row in range(warp, rows, self.weights.shape.warps):
             logits = shared + self.places["logits"] + row * (self.route.experts * 2)
             chosen, share = self.route.choose(Int64(logits), Int64(0), lane)
-            if row >= live:
-                chosen, share = Int32(-1), Float32(0.0)
             if lane < self.route.k:
-                pair = row * self.route.k + lane
-                self.put(shared, "chosen", pair, Int32(chosen))
+                pair, expert = row * self.route.k + lane, Int32(chosen)
+                place = self.slot(shared, expert, turn + row)
+                if row >= live:
+                    place, share = Int32(-1), Float32(0.0)
+                here = (place >= first_expert) & (place < first_expert + held)
+                self.put(shared, "chosen", pair, Int32(vector.select(here, place - first_expert, Int32(-1))))
                 if writes:
-                    vector.scalar(ids + Int64(pair) * 4, Int32)[0] = chosen
+                    vector.scalar(ids + Int64(pair) * 4, Int32)[0] = place
                     vector.scalar(weights + Int64(pair) * 4, Float32)[0] = share * factor
+                    if row < live:
+                        ptx.add_relaxed_u64(load + Int64(expert) * 8, Uint64(1), "gpu")
+
+    def slot(self, shared: Any, expert: Any, number: Any) -> Any:
+        """The slot of `expert` whose turn it is. Not-a-number logits may give an expert that there is not."""
+        if not self.table_width:
+            return expert
+        row = (expert & Int32(self.route.experts - 1)) * self.table_width  # a power of two
+        return self.get(shared, "table", row + 1 + number % self.get(shared, "table", row, Int32), Int32)
 
     @cute.jit
     def find_slots(self, shared: Int32, slots: Int64, pairs: Int32, writes: Boolean) -> None:
@@ -209,21 +238,19 @@ class RouteRows(jit.Kernel):
                 vector.scalar(slots + Int64(pair) * 4, Int32)[0] = slot
 
     @cute.jit
-    def count(self, shared: Int32, counts: Int64, offsets: Int64, load: Int64, pairs: Int32) -> None:
-        """Rows of every expert and where they start; and what they add to its load."""
+    def count(self, shared: Int32, counts: Int64, offsets: Int64, held: Int32, pairs: Int32) -> None:
+        """Rows of every expert here and where they start."""
         # From the last thread on: the first are still at the slots.
         first = self.weights.threads - 1 - cute.arch.thread_idx()[0]
-        for expert in range(first, self.route.experts + 1, self.weights.threads):
+        for expert in range(first, held + 1, self.weights.threads):
             below, own = Int32(0), Int32(0)
             for other in range(pairs):
                 rival = self.chosen(shared, other)
                 below += vector.select((rival >= 0) & (rival < expert), Int32(1), Int32(0))
                 own += vector.select(rival == expert, Int32(1), Int32(0))
             vector.scalar(offsets + Int64(expert) * 8, Int64)[0] = Int64(below)
-            if expert < self.route.experts:
+            if expert < held:
                 vector.scalar(counts + Int64(expert) * 4, Int32)[0] = own
-                if own > 0:
-                    ptx.add_relaxed_u64(load + Int64(expert) * 8, Uint64(own), "gpu")
 
     @cute.jit
     def pack(self, shared: Int32, packed: Int64, pairs: Int32, block: Int32) -> None:
