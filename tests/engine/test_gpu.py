@@ -65,21 +65,28 @@ def all_logits(folder: Path, device: str, dtype: str, kind: MoeWeights, prompt: 
     )  # fmt: skip
     groups = World.join().groups(Layout.of(1))
     options = BuildOptions(groups, chunk, config.torch_dtype, config.device, kind)
-    runner = ModelRunner(load_model(folder, options), config)
+    logits = chunk_logits(ModelRunner(load_model(folder, options), config), prompt, chunk)
+    assert logits is not None
+    return logits
+
+
+def chunk_logits(runner: ModelRunner, prompt: list[int], chunk: int) -> torch.Tensor | None:
+    """fp32 [tokens, vocabulary] on the CPU; None on ranks that have none. Collective as `ModelRunner.run` is."""
     found = []
     for start in range(0, len(prompt), chunk):
         end = min(start + chunk, len(prompt))
-        blocks = list(range(-(-end // config.block_size)))
+        blocks = list(range(-(-end // runner.config.block_size)))
         tables = []
         for spec in runner.specs:
-            first = 0 if spec.window is None else max(0, start - spec.window + 1) // config.block_size
+            first = 0 if spec.window is None else max(0, start - spec.window + 1) // runner.config.block_size
             # Pools of windows are smaller: their blocks go round.
             tables.append((first, [block % spec.blocks for block in blocks[first:]]))
         step = Step([SequenceStep(prompt[start:end], start, tables, True)])
         with torch.inference_mode():
             logits = runner.model(replace(runner._batch(step), logits_rows=None))
-        found.append(logits.cpu())
-    return torch.cat(found)
+        if logits is not None:
+            found.append(logits.cpu())
+    return torch.cat(found) if found else None
 
 
 def errors(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

@@ -6,17 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 from rose_dist.cli.bench.floor import synchronize
+from rose_dist.engine.engine import Engine
 from rose_dist.models.gpt_oss import GptOssForCausalLM
 
 
-def touched_share(model: GptOssForCausalLM, work: Callable[[], Any]) -> float:
-    """Share of all layers' experts that the tokens of this rank go to while `work` runs."""
-    load = model.expert_load
+def touched_share(engine: Engine, work: Callable[[], Any]) -> float:
+    """Share of all layers' experts that the tokens of all ranks go to while `work` runs. Collective."""
+    load = engine.runner.model.expert_load
     synchronize(load.device)
     before = load.clone()
     work()
     synchronize(load.device)
-    return float((load > before).double().mean())
+    # Ranks that share experts send one another their tokens.
+    touched = engine.groups.lockstep.all_reduce_max((load > before).flatten().tolist())
+    return sum(touched) / len(touched)
 
 
 def uniform_share(model: GptOssForCausalLM, tokens: int) -> float:

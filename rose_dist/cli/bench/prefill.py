@@ -46,7 +46,7 @@ def command(
                 "ms": seconds * 1e3,
                 "tok_s": length / seconds,
                 "ms_most": max(times) * 1e3,
-                "experts_touched": touched_share(model, lambda length=length: _run(session, length)),  # type: ignore[misc]
+                "experts_touched": touched_share(session.engine, lambda length=length: _run(session, length)),  # type: ignore[misc]
                 "touched_if_uniform": uniform_share(model, length),
             }
             if profiled:
