@@ -41,7 +41,8 @@ class Feeder:
         copies = first
         if const_expr(len(self.tiles) > 1):
             copies += items[1] * steps
-        # Copies are carried out in turn: rows, which are needed at once, would come last.
+        ptx.fence_async_copies()  # the launch before has written the rows, which is known since the wait
+        # Copies are carried out in turn: behind the weights, rows, which are needed at once, would come last.
         for early in range_constexpr(tiling.buffers):
             self.fetch_rows(shared, x, segments, ends, Boolean(False), Int32(early))
         source, segment, left = weights[0], Int32(-1), Int32(1)
