@@ -17,7 +17,7 @@ import pytest
 import torch
 from cuda.bindings.driver import CUstream
 
-from rose_dist.kernels import jit, launch
+from rose_dist.kernels import jit, launch, layer_meeting
 from rose_dist.kernels.arch import Arch, DeviceInfo
 from rose_dist.kernels.cute import (
     attention_sinks,
@@ -139,4 +139,5 @@ def install(monkeypatch: pytest.MonkeyPatch, arch: Arch, sms: int = 4) -> Emulat
     monkeypatch.setattr(launch, "run", emulator.run)
     monkeypatch.setattr(jit, "load", lambda kernel: kernel)
     monkeypatch.setattr(torch, "empty", emulator.empty)
+    monkeypatch.setattr(layer_meeting, "_meetings", {})
     return emulator
