@@ -76,12 +76,13 @@ class Batch:
         scales: torch.Tensor | None = (
             torch.randn(tokens, case.scale_dim, generator=generator).mul(50).to(case.scale_dtype)
         )
+        weights = torch.rand(tokens, case.top_k, generator=generator).masked_fill(ids < 0, torch.nan)
         given = torch.randn(tokens, case.hidden, generator=generator).to(case.config.given_dtype)
         given_scales = scales if case.scale_dim else None
         x, scales = (given, given_scales) if case.quantized is None else reference(given, case.quantized)
         return cls(
             given, given_scales, x, scales,
-            routing=Routing(ids, torch.rand(tokens, case.top_k, generator=generator)),
+            routing=Routing(ids, weights),
             before=torch.randn(tokens, case.hidden, generator=generator).to(case.config.expert_dtype),
             live=live,
         )  # fmt: skip

@@ -210,7 +210,7 @@ ROWS = {
     "some": Case(tokens=(21, 18)),
     "one rank has few": Case(tokens=(21, 2)),
     "a bound": Case(tokens=(20, 5), rows=(5, 0)),
-    "skips": Case(tokens=(6, 0), routing="skips"),
+    "skips": Case(tokens=(0, 6), routing="skips"),
     "duplicates": Case(tokens=(5, 4), routing="duplicates"),
     "odd experts": Case(tokens=(18, 5), experts=5, dtype=BF16, accumulate=True),
     "fp8 with scales to bf16": Case(tokens=(5, 3), dtype=FP8, out_dtype=BF16, scale_dim=3, hidden=2096),
