@@ -19,8 +19,7 @@ import torch
 
 from benchmarks.experts import FLOP_A_ROW, LAYERS, LIMIT, MODELS, Layer, per_layer, relative_error, routed, show
 from benchmarks.graphs import copy_rate, table
-from rose_dist.kernels import launch
-from rose_dist.kernels.mxfp4_experts import launch_tiling, launch_warp_gemm, launch_warpgroup_gemm, tiling
+from rose_dist.kernels.mxfp4_experts import launch_one, launch_warp_gemm, launch_warpgroup_gemm, tiling
 from rose_dist.kernels.stream_tiling import EXPERT_SHAPES
 from rose_dist.kernels.swiglu import ALPHA
 from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES
@@ -39,9 +38,9 @@ GEMMS: dict[str, Callable[..., None]] = {
 def figures(layers: list[Layer], tokens: int, name: str, rate: float) -> dict[str, Any]:
     """`name` of `GEMMS`, or "few rows"."""
     torch.manual_seed(tokens)
-    x, rows = routed(tokens, layers[0].gate_up.experts)
+    x, rows, _ = routed(tokens, layers[0].gate_up.experts)
     h, y = torch.empty_like(x), torch.empty_like(x)
-    device, shape = launch.device(x), EXPERT_SHAPES.select(16)
+    shape = EXPERT_SHAPES.select(16)
 
     def call(layer: Layer, gated: bool) -> None:
         weight, bias = (layer.gate_up, layer.gate_up_bias) if gated else (layer.down, layer.down_bias)
@@ -49,10 +48,7 @@ def figures(layers: list[Layer], tokens: int, name: str, rate: float) -> dict[st
         if name in GEMMS:
             GEMMS[name](source, weight, bias, rows, out, alpha=ALPHA, limit=LIMIT, **options)
         else:
-            launch_tiling(
-                source, weight, bias, rows, out, tiling(weight, shape), device, early=False, alpha=ALPHA, limit=LIMIT,
-                **options,
-            )  # fmt: skip
+            launch_one(source, weight, bias, rows, out, tiling(weight, shape), alpha=ALPHA, limit=LIMIT, **options)
 
     for gated in (True, False):
         call(layers[0], gated)

@@ -5,8 +5,7 @@
 Routing is uniform: every token goes to 4 distinct experts at random. A graph goes through several layers, each with its
 own weights, so that none are left in L2 from the time before. Bytes are those of the experts touched, once; the share
 is that of this run's copy rate. `--sweep` times variants of the kernel instead, on gpt-oss-120b, those of the tokens
-named (all by default); the first of each is how it was before. Alone, a layer follows the one before it and can fetch
-weights all the while; between a dispatch and a combine it has what an engine leaves it. A failed check ends the run.
+named (all by default), alone and between a dispatch and a combine. A failed check ends the run.
 `--fp8` times FP8 experts by DeepGEMM instead, and whole MoE blocks in FP8 and in MXFP4 (`experts_fp8.py`).
 """
 
@@ -28,10 +27,18 @@ from benchmarks.graphs import copy_rate, table, time_call
 from rose_dist.comm.all_to_all.local import Local
 from rose_dist.comm.all_to_all.local_gpu import GpuOptions
 from rose_dist.comm.all_to_all.protocol import AllToAllConfig, Routing
-from rose_dist.kernels import launch
-from rose_dist.kernels.expert_slots import PackedChoice
 from rose_dist.kernels.mxfp4 import dequantize_mxfp4
-from rose_dist.kernels.mxfp4_experts import ExpertRows, expert_linear, expert_swiglu, launch_gemm, launch_tiling, tiling
+from rose_dist.kernels.mxfp4_experts import (
+    ExpertLayer,
+    ExpertRows,
+    expert_linear,
+    expert_mlp,
+    expert_swiglu,
+    launch_both,
+    launch_gemm,
+    launch_one,
+    tiling,
+)
 from rose_dist.kernels.mxfp4_layout import CODE_BYTES, PackedMxfp4
 from rose_dist.kernels.stream_tiling import EXPERT_SHAPES, StreamShape
 from rose_dist.kernels.swiglu import ALPHA
@@ -43,43 +50,37 @@ MODELS = {"gpt-oss-120b": 128, "gpt-oss-20b": 32}
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 1024, 4096)
 LAYERS = 6
 FLOP_A_ROW = 2 * 3 * HIDDEN * HIDDEN
-AT_ONCE = 1 << 30
-"""`left` that lets the next launch begin at the start of this one."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What a sweep compares. `shape`: None is the kernel for many rows; `choice`: the first layer reads the choice."""
+    """What a sweep compares. `shape`: None is the kernel for many rows; `together`: both layers in one launch."""
 
     name: str
     shape: StreamShape | None
-    choice: bool = True
+    together: bool = True
+
+
+def variants(shape: StreamShape) -> tuple[Variant, ...]:
+    """Of a kernel of few rows."""
+    return (
+        Variant("two launches", shape, together=False), Variant("one launch", shape),
+        Variant("one launch, 96 KB under way", replace(shape, in_flight=96 << 10)),
+    )  # fmt: skip
 
 
 ONE, FOUR, EIGHT, SIXTEEN = EXPERT_SHAPES.variants
-BEFORE = tuple(
-    Variant("as before", replace(shape, in_flight=size << 10, left=AT_ONCE, ahead=0), choice=False)
-    for shape, size in zip(EXPERT_SHAPES.variants, (80, 64, 96, 64), strict=True)
-)
-EIGHT_TWICE = Variant("8 rows, 2 blocks an SM", replace(EIGHT, steps=6, in_flight=48 << 10, per_sm=2))
-FEW = (
-    BEFORE[0], Variant("now", ONE), Variant("now, without choice", ONE, choice=False),
-    Variant("next at once", replace(ONE, left=AT_ONCE)), Variant("next at the last copy", replace(ONE, left=0)),
-    Variant("next later", replace(ONE, left=48 << 10)), Variant("nothing ahead", replace(ONE, ahead=0)),
-    Variant("smaller copies", replace(ONE, steps=6)),
-)  # fmt: skip
 SWEEP: dict[int, tuple[Variant, ...]] = {
-    1: FEW,
-    2: FEW,
-    4: FEW,
-    8: (
-        BEFORE[1], Variant("now", FOUR), EIGHT_TWICE, Variant("smaller copies", replace(FOUR, steps=6)),
-    ),
-    64: (BEFORE[2], Variant("now", EIGHT), EIGHT_TWICE, Variant("16 rows", SIXTEEN)),
-    128: (BEFORE[3], Variant("now", SIXTEEN), Variant("8 rows", EIGHT), Variant("many rows", None)),
-    512: (BEFORE[3], Variant("now", SIXTEEN), Variant("many rows", None)),
-}  # fmt: skip
-"""By tokens. The kernel itself has changed since too: `results/h200/experts.md` holds what it took then."""
+    1: variants(ONE),
+    2: (*variants(ONE), Variant("4 rows", FOUR)),
+    4: (*variants(ONE), Variant("4 rows", FOUR)),
+    8: (*variants(FOUR), Variant("8 rows", EIGHT)),
+    32: (*variants(FOUR), Variant("8 rows", EIGHT)),
+    64: (*variants(EIGHT), Variant("16 rows", SIXTEEN)),
+    128: (*variants(EIGHT), Variant("16 rows", SIXTEEN), Variant("many rows", None)),
+    512: (Variant("16 rows", SIXTEEN), Variant("many rows", None)),
+}
+"""By tokens."""
 
 
 @dataclass
@@ -101,24 +102,33 @@ class Layer:
         return cls(*weights, *biases)
 
     def __call__(self, x: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
-        h = expert_swiglu(x, self.gate_up, self.gate_up_bias, rows, limit=LIMIT)
-        return expert_linear(h, self.down, self.down_bias, rows, early=True)
+        return expert_mlp(x, *self.pair, rows, limit=LIMIT)
+
+    @property
+    def pair(self) -> tuple[ExpertLayer, ExpertLayer]:
+        return ExpertLayer(self.gate_up, self.gate_up_bias), ExpertLayer(self.down, self.down_bias)
+
+    def apart(self, x: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
+        """Two launches."""
+        first, second = self.pair
+        return expert_linear(expert_swiglu(x, *first, rows, limit=LIMIT), *second, rows)
 
 
-def routed(tokens: int, experts: int) -> tuple[torch.Tensor, ExpertRows]:
+def routed(tokens: int, experts: int) -> tuple[torch.Tensor, ExpertRows, torch.Tensor]:
+    """Rows packed by expert, whose they are, and the tokens' experts."""
     ids = torch.rand(tokens, experts, device=DEVICE).topk(TOP_K, dim=1).indices.int()
     counts = torch.bincount(ids.flatten(), minlength=experts).int()
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64, device=DEVICE), counts.long().cumsum(0)])
     x = torch.randn(tokens * TOP_K, HIDDEN, device=DEVICE).bfloat16()
     mean = tokens * TOP_K / experts
-    return x, ExpertRows(counts, offsets, max(1, round(mean + 3 * mean**0.5)), PackedChoice(ids, None, 0))
+    return x, ExpertRows(counts, offsets, max(1, round(mean + 3 * mean**0.5))), ids
 
 
 def check(layer: Layer, tokens: int, experts: int) -> float:
     """`relative_error` of the public functions."""
-    x, rows = routed(tokens, experts)
+    x, rows, _ = routed(tokens, experts)
     h = expert_swiglu(x, layer.gate_up, layer.gate_up_bias, rows, limit=LIMIT)
-    return relative_error(layer, x, rows, h, expert_linear(h, layer.down, layer.down_bias, rows, early=True))
+    return relative_error(layer, x, rows, h, layer(x, rows))
 
 
 def relative_error(layer: Layer, x: torch.Tensor, rows: ExpertRows, h: torch.Tensor, y: torch.Tensor) -> float:
@@ -151,7 +161,7 @@ def per_layer(layers: list[Layer], call: Callable[[Layer], Any], replays: int = 
 
 def figures(layers: list[Layer], model: str, tokens: int, rate: float) -> dict[str, Any]:
     experts = MODELS[model]
-    x, rows = routed(tokens, experts)
+    x, rows, _ = routed(tokens, experts)
     touched = int((rows.counts > 0).sum())
     first, second = (weight.data[0].numel() * touched for weight in (layers[0].gate_up, layers[0].down))
     h = torch.randn(x.shape[0], HIDDEN, device=DEVICE).bfloat16()
@@ -172,9 +182,7 @@ class Run:
     def __init__(self, tokens: int, experts: int, variant: Variant) -> None:
         torch.manual_seed(tokens)
         self.variant = variant
-        self.x, rows = routed(tokens, experts)
-        assert rows.choice is not None
-        self.rows = rows if variant.choice else replace(rows, choice=None)
+        self.x, self.rows, ids = routed(tokens, experts)
         self.h, self.y = torch.empty_like(self.x), torch.empty_like(self.x)
         config = AllToAllConfig(
             num_experts=experts, top_k=TOP_K, hidden=HIDDEN, max_tokens=tokens, dtype=torch.bfloat16
@@ -182,28 +190,27 @@ class Run:
         self.exchange = Local(config, gpu=GpuOptions(device=DEVICE))
         self.tokens = torch.randn(tokens, HIDDEN, device=DEVICE).bfloat16()
         self.out = torch.empty_like(self.tokens)
-        self.routing = Routing(rows.choice.ids, torch.rand(tokens, TOP_K, device=DEVICE))
+        self.routing = Routing(ids, torch.rand(tokens, TOP_K, device=DEVICE))
 
     def layers(self, layer: Layer, x: torch.Tensor, rows: ExpertRows) -> None:
-        for weight, bias, source, out, gated in (
-            (layer.gate_up, layer.gate_up_bias, x, self.h, True),
-            (layer.down, layer.down_bias, self.h, self.y, False),
-        ):
+        first, second = layer.pair
+        if self.variant.shape is not None and self.variant.together:
+            shape = tiling(first.weight, self.variant.shape)
+            launch_both(x, first, self.h, second, self.y, rows, shape, alpha=ALPHA, limit=LIMIT)
+            return
+        for (weight, bias), source, out, gated in ((first, x, self.h, True), (second, self.h, self.y, False)):
             if self.variant.shape is None:
                 launch_gemm(source, weight, bias, rows, out, gated=gated, alpha=ALPHA, limit=LIMIT)
                 continue
-            launch_tiling(
-                source, weight, bias, rows, out, tiling(weight, self.variant.shape), launch.device(x), gated=gated,
-                early=not gated, alpha=ALPHA, limit=LIMIT,
-            )  # fmt: skip
+            shape = tiling(weight, self.variant.shape)
+            launch_one(source, weight, bias, rows, out, shape, gated=gated, alpha=ALPHA, limit=LIMIT)
 
     def alone(self, layer: Layer) -> None:
         self.layers(layer, self.x, self.rows)
 
     def exchanged(self, layer: Layer) -> None:
         dispatched = self.exchange.dispatch(self.tokens, self.routing)
-        choice = dispatched.choice if self.variant.choice else None
-        self.layers(layer, dispatched.x, ExpertRows(dispatched.counts, dispatched.offsets, self.rows.most, choice))
+        self.layers(layer, dispatched.x, ExpertRows(dispatched.counts, dispatched.offsets, self.rows.most))
         self.exchange.combine(self.y, dispatched, out=self.out)
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.few_rows [--rows 1 4 8] [--out FOLDER]
 
 A graph goes through several layers, each with its own weights, so that none are left in L2 from the time before.
-`layer` is all of a decoder layer but attention, with its experts; launches are counted with the experts' two.
+`layer` is all of a decoder layer but attention, with its experts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.experts import Layer as ExpertLayer
 from benchmarks.graphs import copy_rate, table, time_call
 from rose_dist.kernels.combine_norm import combine_norm
 from rose_dist.kernels.expert_map import map_experts
-from rose_dist.kernels.expert_slots import PackedChoice, PackedLayout
+from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.linear_add import MAX_ROWS, linear_add
 from rose_dist.kernels.linear_rotary import linear_rotary
 from rose_dist.kernels.moe_combine import combine
@@ -56,8 +56,6 @@ class Layer:
         self.router, self.router_bias = random(EXPERTS, HIDDEN, scale=0.02), random(EXPERTS)
         self.norms = [random(HIDDEN).abs() for _ in range(2)]
         self.experts = ExpertLayer.random(EXPERTS)
-        self.ahead = False
-        self.choice: PackedChoice | None = None
         self.load = torch.zeros(EXPERTS, dtype=torch.int64, device=DEVICE)
         self.cache = PagedCache(
             *(random(SLOTS, KEY_HEADS, HEAD_DIM) for _ in range(2)), torch.arange(rows, device=DEVICE)
@@ -86,15 +84,13 @@ class Layer:
         normed, total = add_rms_norm(out, residual, self.norms[0], EPS)
         chosen = route(small_linear(normed, self.router, self.router_bias), RULE)
         ids = map_experts(chosen.ids, self.load)
-        self.choice = PackedChoice(ids, None, 0)
         self.dispatcher(normed, None, ids, len(normed), None, self.packed)
         return chosen.weights, total
 
     def routed_fused(self, attended: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        total, self.choice = linear_add(attended, self.o, self.o_bias, residual), None
+        total = linear_add(attended, self.o, self.o_bias, residual)
         chosen = route_rows(
-            total, self.norms[0], EPS, self.router, self.router_bias, RULE, self.load, self.packed,
-            read_ahead=self.experts.gate_up if self.ahead else None, most=most_rows(len(total)),
+            total, self.norms[0], EPS, self.router, self.router_bias, RULE, self.load, self.packed
         )  # fmt: skip
         return chosen.weights, total
 
@@ -106,16 +102,17 @@ class Layer:
     def ended_fused(self, results: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor) -> Hidden:
         return combine_norm(results, self.packed.slots, weights, residual, self.norms[1], EPS), residual
 
-    def whole(self, fused: bool, hidden: Hidden) -> Hidden:
-        """All but attention."""
+    def whole(self, fused: bool, together: bool, hidden: Hidden) -> Hidden:
+        """All but attention; with the experts' layers together in one launch or not."""
         queries, routed, ended = (
             (self.queries_fused, self.routed_fused, self.ended_fused)
             if fused
             else (self.queries, self.routed, self.ended)
         )
         weights, total = routed(queries(hidden[0]), hidden[1])
-        rows = ExpertRows(self.packed.counts, self.packed.offsets, most_rows(len(total)), self.choice)
-        return ended(self.experts(self.packed.x, rows), weights, total)
+        rows = ExpertRows(self.packed.counts, self.packed.offsets, most_rows(len(total)))
+        experts = self.experts if together else self.experts.apart
+        return ended(experts(self.packed.x, rows), weights, total)
 
 
 def most_rows(tokens: int) -> int:
@@ -161,14 +158,11 @@ def figures(layers: list[Layer], rows: int, rate: float) -> list[dict[str, Any]]
     touched = int((layer.packed.counts > 0).sum())
     experts = touched * (layer.experts.gate_up.data[0].numel() + layer.experts.down.data[0].numel())
 
-    def through(fused: bool, ahead: bool = True) -> float:
-        for one in layers:
-            one.ahead = ahead
-
+    def through(fused: bool, together: bool) -> float:
         def all_layers() -> None:
             state = (hidden[0], hidden[1].clone())
             for one in layers:
-                state = one.whole(fused, state)
+                state = one.whole(fused, together, state)
 
         return time_call(all_layers, replays=60, calls=1) / len(layers)
 
@@ -185,11 +179,11 @@ def figures(layers: list[Layer], rows: int, rate: float) -> list[dict[str, Any]]
             "combine, residual, norm", 2, 1, 0, lambda: timed(layers, lambda one: one.ended(results, weights, total)),
             lambda: timed(layers, lambda one: one.ended_fused(results, weights, total)),
         ),
-        ("layer", 12, 6, sum(linear) + experts, lambda: through(False), lambda: through(True)),
         (
-            "layer, nothing read ahead", 12, 6, sum(linear) + experts, lambda: through(False),
+            "layer, experts' layers apart", 12, 6, sum(linear) + experts, lambda: through(False, False),
             lambda: through(True, False),
         ),
+        ("layer", 11, 5, sum(linear) + experts, lambda: through(False, True), lambda: through(True, True)),
     ]  # fmt: skip
     return [
         {

@@ -56,17 +56,6 @@ COMPACT = PackedLayout()
 """Experts' rows side by side."""
 
 
-@dataclass(frozen=True)
-class PackedChoice:
-    """The choice that rows are packed by, in `PackedLayout()`: it says whose they are before they are there."""
-
-    ids: Tensor
-    """int32 [tokens, k]; others than `first_expert` … `first_expert + experts − 1` are skipped."""
-    live_rows: Tensor | None
-    """int32 [1]: tokens from there on are skipped; None: there are none."""
-    first_expert: int
-
-
 def reference(
     ids: Tensor, live: int, first_expert: int, experts: int, layout: PackedLayout
 ) -> tuple[Tensor, Tensor, Tensor]:

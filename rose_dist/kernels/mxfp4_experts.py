@@ -1,16 +1,17 @@
-"""The two linear layers of MXFP4 experts over rows packed by expert, for few rows an expert: weights stay MXFP4."""
+"""The two linear layers of MXFP4 experts over rows packed by expert; weights stay MXFP4."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rose_dist.kernels import checks, launch
-from rose_dist.kernels.arch import DeviceInfo
-from rose_dist.kernels.expert_slots import COMPACT, MAX_PAIRS, PackedChoice, PackedLayout
+from rose_dist.kernels.expert_slots import COMPACT, PackedLayout
+from rose_dist.kernels.layer_meeting import LIMIT_NS, meeting
 from rose_dist.kernels.mxfp4 import BLOCK, dequantize_mxfp4
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES, PackedMxfp4
 from rose_dist.kernels.stream_tiling import EXPERT_SHAPES, StreamShape, StreamTiling, stream
@@ -34,9 +35,6 @@ class ExpertRows:
     """int64 [experts + 1] or [experts]: where each expert's rows start."""
     most: int
     """Rows that the largest expert is expected to have: chooses the kernel. More are computed right, but slower."""
-    choice: PackedChoice | None = None
-    """What the counts were made from, if it was complete before the launch just before the experts' began its own work,
-    as where that one packs the rows. Weights are then fetched while it still runs."""
     layout: PackedLayout = COMPACT
     """How the rows were packed."""
     listed: Rows | None = None
@@ -47,6 +45,13 @@ class ExpertRows:
         """int32 [experts]: where each expert's rows end."""
         ends = torch.empty(self.counts.shape, dtype=torch.int32, device=self.counts.device)
         return torch.add(self.offsets[: self.counts.shape[0]], self.counts, out=ends)
+
+
+class ExpertLayer(NamedTuple):
+    """Matrices [experts, outputs, columns], and biases bf16 [experts, outputs] or None."""
+
+    weight: PackedMxfp4
+    bias: Tensor | None
 
 
 def expert_swiglu(
@@ -70,24 +75,34 @@ def expert_swiglu(
     if not x.is_cuda:
         return _reference(x, weight, bias, rows, lambda y: clamped_swiglu(y, alpha=alpha, limit=limit))
     out = torch.empty(x.shape[0], weight.rows // 2, dtype=x.dtype, device=x.device)
-    _launch(x, weight, bias, rows, out, gated=True, early=False, alpha=alpha, limit=limit)
+    _launch(x, weight, bias, rows, out, gated=True, alpha=alpha, limit=limit)
     return out
 
 
-def expert_linear(
-    x: Tensor, weight: PackedMxfp4, bias: Tensor | None, rows: ExpertRows, *, early: bool = False
-) -> Tensor:
-    """y[r] = weight[e] · x[r] + bias[e], as `expert_swiglu` without its activation.
-
-    Args:
-        early: `rows` was complete before the launch just before this one, such as `expert_swiglu`, began its own work.
-            Weights are then fetched while that one still runs.
-    """
+def expert_linear(x: Tensor, weight: PackedMxfp4, bias: Tensor | None, rows: ExpertRows) -> Tensor:
+    """y[r] = weight[e] · x[r] + bias[e], as `expert_swiglu` without its activation."""
     _check(x, weight, bias, rows)
     if not x.is_cuda:
         return _reference(x, weight, bias, rows, lambda y: y)
     out = torch.empty(x.shape[0], weight.rows, dtype=x.dtype, device=x.device)
-    _launch(x, weight, bias, rows, out, gated=False, early=early, alpha=0.0, limit=0.0)
+    _launch(x, weight, bias, rows, out, gated=False, alpha=0.0, limit=0.0)
+    return out
+
+
+def expert_mlp(
+    x: Tensor, gate_up: ExpertLayer, down: ExpertLayer, rows: ExpertRows, *, limit: float, alpha: float = ALPHA
+) -> Tensor:
+    """`expert_linear` of what `expert_swiglu` gives, to the bit. For few rows both go in one launch, where the layers
+    have the same columns.
+    """
+    few = x.is_cuda and x.shape[0] > 0 and rows.most < EXPERT_GEMM_ROWS
+    if not few or gate_up.weight.columns != down.weight.columns:
+        return expert_linear(expert_swiglu(x, *gate_up, rows, limit=limit, alpha=alpha), *down, rows)
+    _check(x, *gate_up, rows)
+    h = torch.empty(x.shape[0], gate_up.weight.rows // 2, dtype=x.dtype, device=x.device)
+    _check(h, *down, rows)
+    out = torch.empty(x.shape[0], down.weight.rows, dtype=x.dtype, device=x.device)
+    launch_both(x, gate_up, h, down, out, rows, _few_rows_tiling(x, gate_up.weight, rows), alpha=alpha, limit=limit)
     return out
 
 
@@ -119,41 +134,54 @@ def _reference(x: Tensor, weight: PackedMxfp4, bias: Tensor | None, rows: Expert
 
 
 def _launch(
-    x: Tensor, weight: PackedMxfp4, bias: Tensor | None, rows: ExpertRows, out: Tensor, *, gated: bool, early: bool,
-    alpha: float, limit: float,
+    x: Tensor, weight: PackedMxfp4, bias: Tensor | None, rows: ExpertRows, out: Tensor, *, gated: bool, alpha: float,
+    limit: float,
 ) -> None:  # fmt: skip
     if x.shape[0] == 0:
         return
     if rows.most >= EXPERT_GEMM_ROWS:
         launch_gemm(x, weight, bias, rows, out, gated=gated, alpha=alpha, limit=limit)
         return
+    tiling = _few_rows_tiling(x, weight, rows)
+    launch_one(x, weight, bias, rows, out, tiling, gated=gated, alpha=alpha, limit=limit)
+
+
+def _few_rows_tiling(x: Tensor, weight: PackedMxfp4, rows: ExpertRows) -> StreamTiling:
     shape = EXPERT_SHAPES.select(rows.most)
     if weight.experts + x.shape[0] // shape.rows > MAX_SEGMENTS:
         raise checks.fail("x", f"has {x.shape[0]} rows; at most {(MAX_SEGMENTS - weight.experts) * shape.rows} fit")
-    launch_tiling(
-        x, weight, bias, rows, out, tiling(weight, shape), launch.device(x), gated=gated, early=early, alpha=alpha,
-        limit=limit,
+    return tiling(weight, shape)
+
+
+def launch_one(
+    x: Tensor, weight: PackedMxfp4, bias: Tensor | None, rows: ExpertRows, out: Tensor, tiling: StreamTiling, *,
+    gated: bool, alpha: float, limit: float,
+) -> None:  # fmt: skip
+    """The kernel of few rows with a tiling of the caller's choice; arguments are checked before."""
+    from rose_dist.kernels.cute import mxfp4_experts as cute  # noqa: PLC0415 - it loads the compiler
+
+    device = launch.device(x)
+    launcher = cute.launcher(device.arch, weight.experts, (weight.data.shape[1],), tiling, gated)
+    launch.run(
+        launcher, x, weight.data, weight.rescale, bias, x, rows.counts, rows.offsets, out, None, None, None, None, None,
+        0, 0, alpha, limit, device.sms,
     )  # fmt: skip
 
 
-def launch_tiling(
-    x: Tensor, weight: PackedMxfp4, bias: Tensor | None, rows: ExpertRows, out: Tensor, tiling: StreamTiling,
-    device: DeviceInfo, *, gated: bool, early: bool, alpha: float, limit: float,
+def launch_both(
+    x: Tensor, gate_up: ExpertLayer, h: Tensor, down: ExpertLayer, out: Tensor, rows: ExpertRows, tiling: StreamTiling,
+    *, alpha: float, limit: float,
 ) -> None:  # fmt: skip
-    """The kernel with a tiling of the caller's choice; arguments are checked before."""
+    """The same for both layers at once; `h` is what comes between them."""
     from rose_dist.kernels.cute import mxfp4_experts as cute  # noqa: PLC0415 - it loads the compiler
 
-    choice = rows.choice
-    if choice is not None and choice.ids.numel() > MAX_PAIRS:
-        choice = None
-    known = (choice.ids, choice.live_rows, choice.first_expert, choice.ids.shape[0]) if choice else (None, None, 0, 0)
-    top_k = choice.ids.shape[1] if choice else 0
-    launcher = cute.launcher(
-        device.arch, weight.experts, weight.data.shape[1], tiling, gated, early or top_k > 0, top_k
-    )
+    device, place = launch.device(x), meeting(x.device)
+    tiles = (gate_up.weight.data.shape[1], down.weight.data.shape[1])
+    launcher = cute.launcher(device.arch, gate_up.weight.experts, tiles, tiling, gated=True)
     launch.run(
-        launcher, x, weight.data, weight.rescale, bias, x, rows.counts, rows.offsets, *known, out, alpha, limit,
-        device.sms,
+        launcher, x, gate_up.weight.data, gate_up.weight.rescale, gate_up.bias, x, rows.counts, rows.offsets, h,
+        down.weight.data, down.weight.rescale, down.bias, out, place.counter, place.report.address, LIMIT_NS, alpha,
+        limit, device.sms,
     )  # fmt: skip
 
 
@@ -222,12 +250,6 @@ def _check(x: Tensor, weight: PackedMxfp4, bias: Tensor | None, rows: ExpertRows
     checks.dtype("rows.offsets", rows.offsets, torch.int64)
     checks.same_device("rows.offsets", rows.offsets, x.device)
     checks.dense("rows.offsets", rows.offsets, 8)
-    if rows.choice is not None:
-        checks.shape("rows.choice.ids", rows.choice.ids, None, None)
-        checks.dtype("rows.choice.ids", rows.choice.ids, torch.int32)
-        checks.same_device("rows.choice.ids", rows.choice.ids, x.device)
-        checks.dense("rows.choice.ids", rows.choice.ids, 4)
-        checks.live_rows(rows.choice.live_rows, x.device)
     if bias is not None:
         checks.shape("bias", bias, experts, weight.rows)
         checks.dtype("bias", bias, x.dtype)

@@ -61,7 +61,7 @@ from rose_dist.kernels.row_tiling import (
     ROW_SHAPES,
     tile,
 )
-from rose_dist.kernels.stream_tiling import EXPERT_SHAPES, FirstReads, stream
+from rose_dist.kernels.stream_tiling import EXPERT_SHAPES, stream
 from rose_dist.kernels.swiglu import Gate
 from rose_dist.kernels.variants import COUNTING_ROUTERS, LINEAR_SHAPES, ROTARY_BYTES, ROUTERS, gemm
 from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES
@@ -247,9 +247,9 @@ def _mxfp4_experts(arch: Arch) -> Iterator[Kernel]:
     tiles = (2 * intermediate // TILE_ROWS, hidden // TILE_ROWS)
     for shape in EXPERT_SHAPES.variants:
         first, second = (stream(shape, columns // BLOCK, TILE_BYTES) for columns in (hidden, intermediate))
-        yield ExpertLinear(arch, experts, tiles[0], first, gated=True, early=False, top_k=0)
-        yield ExpertLinear(arch, experts, tiles[0], first, gated=True, early=True, top_k=4)
-        yield ExpertLinear(arch, experts, tiles[1], second, gated=False, early=True, top_k=0)
+        yield ExpertLinear(arch, experts, tiles, first, gated=True)
+        yield ExpertLinear(arch, experts, tiles[:1], first, gated=True)
+        yield ExpertLinear(arch, experts, tiles[1:], second, gated=False)
     for count, columns, gated in ((tiles[0], hidden // BLOCK, True), (tiles[1], intermediate // BLOCK, False)):
         if not arch.hopper:
             yield ExpertGemm(arch, experts, count, gemm(columns, TILE_BYTES), gated)
@@ -273,9 +273,7 @@ def _few_rows(arch: Arch) -> Iterator[Kernel]:
     attended = LINEAR_INPUTS[1]
     yield LinearAdd(arch, ResidentWeights(attended, resident(attended)))
     for experts, k, score, _ in ROUTES[:2]:
-        reads = FirstReads.of(stream(EXPERT_SHAPES.variants[0], hidden // BLOCK, TILE_BYTES), 2 * hidden // TILE_ROWS)
-        for first_reads in (None, reads):
-            yield RouteRows.of(arch, hidden, experts, k, score, first_reads)
+        yield RouteRows.of(arch, hidden, experts, k, score)
     yield CombineNorm(arch, Combine(arch, 4, hidden, torch.bfloat16, torch.bfloat16, None, False, VECTOR_BYTES))
 
 

@@ -12,12 +12,9 @@ from rose_dist.kernels.linear_add import check, fits
 from rose_dist.kernels.linear_add import reference as linear
 from rose_dist.kernels.linear_shapes import LINEAR_OUTPUTS
 from rose_dist.kernels.moe_dispatch import PackedRows
-from rose_dist.kernels.mxfp4_experts import tiling
-from rose_dist.kernels.mxfp4_layout import PackedMxfp4
 from rose_dist.kernels.rms_norm import rms_norm
 from rose_dist.kernels.routing import Router, Routing, Score, route
-from rose_dist.kernels.stream_tiling import EXPERT_SHAPES, FirstReads
-from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, WARP
+from rose_dist.kernels.variants import WARP
 
 MAX_EXPERTS = 8 * LINEAR_OUTPUTS
 """16 a block of a cluster, which has at most 8 on every GPU."""
@@ -32,7 +29,7 @@ def takes(weight: Tensor, router: Router) -> bool:
 
 def route_rows(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None, router: Router, load: Tensor,
-    packed: PackedRows, *, live_rows: Tensor | None = None, read_ahead: PackedMxfp4 | None = None, most: int = 1,
+    packed: PackedRows, *, live_rows: Tensor | None = None,
 ) -> Routing:  # fmt: skip
     """Normalise rows, choose their experts, and write a row for each into expert order.
 
@@ -46,8 +43,6 @@ def route_rows(
         packed: written to: the normalised rows, without gaps between experts, their slots (−1 from `live_rows` on),
             counts and offsets.
         live_rows: int32 [1]; rows from there on have no expert.
-        read_ahead: the experts' matrices that are used next, the beginnings of which are asked for; `most` rows are
-            expected of the largest expert, as for `ExpertRows`. Changes no result.
 
     Returns:
         The routing, without counts. All is as `rms_norm`, a linear layer, `route`, `map_experts` and a dispatch do it
@@ -66,20 +61,12 @@ def route_rows(
         torch.empty(rows, router.k, dtype=torch.int32, device=x.device),
         torch.empty(rows, router.k, dtype=torch.float32, device=x.device),
     )
-    device, reads = launch.device(x), None if read_ahead is None else _first_reads(read_ahead, most)
-    launcher = cute.launcher(device.arch, hidden, weight.shape[0], router.k, router.score, reads)
+    launcher = cute.launcher(launch.device(x).arch, hidden, weight.shape[0], router.k, router.score)
     launch.run(
         launcher, x, x, norm_weight, weight, bias, live_rows, load, packed.x, routing.ids, routing.weights,
-        packed.slots, packed.counts, packed.offsets, None if read_ahead is None else read_ahead.data, device.sms, rows,
-        eps, router.scale,
+        packed.slots, packed.counts, packed.offsets, rows, eps, router.scale,
     )  # fmt: skip
     return routing
-
-
-def _first_reads(matrices: PackedMxfp4, most: int) -> FirstReads | None:
-    if most >= EXPERT_GEMM_ROWS:
-        return None
-    return FirstReads.of(tiling(matrices, EXPERT_SHAPES.select(most)), matrices.data.shape[1])
 
 
 def _reference(

@@ -22,15 +22,10 @@ class StreamShape:
     """Rows of x that are multiplied at a time; the weights of an expert with more are streamed again."""
     buffers: int
     """Sets of such rows in shared memory."""
-    per_sm: int = 1
-    """Blocks that fit on an SM: with 2, a dependent launch's can fetch weights while this one's still compute."""
-    left: int = 80 << 10
-    """Bytes that a block has still to ask for when it lets the next launch begin: that one's first copies are to follow
-    this one's last without a gap, and not to compete with them; and its blocks are to find one on each SM."""
-    ahead: int = 64 << 10
-    """Bytes behind those in flight that are brought into L2 while a block waits for the launch before."""
 
 
+LAYERS_STAGE = 1
+"""What a report of a wait between the two layers says."""
 MAX_STAGES = 12
 """Of a ring: small matrices need no more."""
 
@@ -45,11 +40,6 @@ class StreamTiling:
     stages: int
     rows: int
     buffers: int
-    per_sm: int
-    left: int
-    """Copies still to start when the next launch may begin."""
-    ahead: int
-    """Copies that are brought into L2 behind those in flight."""
     tile_bytes: int
     """Of 32 by 32 weights."""
 
@@ -97,9 +87,19 @@ class StreamTiling:
 
     @property
     def barriers(self) -> int:
-        """8 bytes each, at the start: a copy has come, all warps are done with one, rows of x have come, and one for
-        sums that have been added up."""
-        return 2 * self.stages + self.buffers + 1
+        """8 bytes each, at the start: a copy has come, all warps are done with one, rows of x have come, sums have been
+        added up, and all of a layer's results are written."""
+        return 2 * self.stages + self.buffers + 2
+
+    @property
+    def added(self) -> int:
+        """Which of them."""
+        return self.barriers - 2
+
+    @property
+    def written(self) -> int:
+        """Which of them."""
+        return self.barriers - 1
 
     @property
     def row_offset(self) -> int:
@@ -136,36 +136,14 @@ def stream(shape: StreamShape, columns: int, tile_bytes: int) -> StreamTiling:
     steps = divisor(columns // warps, shape.steps)
     copy = columns // steps * tile_bytes
     stages = min(max(2, shape.in_flight // copy), MAX_STAGES)
-    return StreamTiling(
-        columns, warps, steps, stages, shape.rows, shape.buffers, shape.per_sm, shape.left // copy,
-        min(shape.ahead // copy, MAX_STAGES), tile_bytes,
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class FirstReads:
-    """What each block of the experts' kernel reads before it waits for a stage to be free again."""
-
-    tiles: int
-    """Of 32 rows, a matrix. If each row of x takes a matrix of its own, block b of n begins with tile
-    b · rows · tiles / n of all.
-    """
-    tile_bytes: int
-    ring_bytes: int
-
-    @classmethod
-    def of(cls, tiling: StreamTiling, tiles: int) -> FirstReads | None:
-        """None where rows of x share a matrix: which tile is whose is then not worth finding out ahead."""
-        if tiling.rows > 1:
-            return None
-        return cls(tiles, tiling.steps * tiling.stage_bytes, tiling.stages * tiling.stage_bytes)
+    return StreamTiling(columns, warps, steps, stages, shape.rows, shape.buffers, tile_bytes)
 
 
 EXPERT_SHAPES = Ranges(
     (0, 2, 5, 9),
     (
-        StreamShape(warps=15, steps=3, in_flight=88 << 10, rows=1, buffers=2, per_sm=2),
-        StreamShape(warps=15, steps=3, in_flight=80 << 10, rows=4, buffers=1, per_sm=2),
+        StreamShape(warps=15, steps=3, in_flight=192 << 10, rows=1, buffers=2),
+        StreamShape(warps=15, steps=3, in_flight=144 << 10, rows=4, buffers=2),
         StreamShape(warps=15, steps=3, in_flight=144 << 10, rows=8, buffers=1),
         StreamShape(warps=15, steps=3, in_flight=96 << 10, rows=16, buffers=1),
     ),

@@ -35,6 +35,8 @@ class WarpgroupTiling:
     def __post_init__(self) -> None:
         assert all(width % 8 == 0 for width in self.widths), self.widths
         assert self.rows <= self.feeders * FEEDER_ROWS, self.widths
+        # Teams of a warp each take turns; none may be two rounds of the ring behind another (see `Feeder`).
+        assert self.stages >= self.feeders, self.stages
         feeding, computing = self.registers
         # A thread that asks for more than its block was launched with waits for ever.
         assert feeding + self.warpgroups * computing <= (1 + self.warpgroups) * self.launch_registers, self.registers

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from rose_dist.kernels.fp8_experts import Fp8Rows, fp8_expert_linear, fp8_expert_swiglu
 from rose_dist.kernels.grouped_linear import grouped_linear
-from rose_dist.kernels.mxfp4_experts import ExpertRows, expert_linear, expert_swiglu
-from rose_dist.kernels.mxfp4_layout import PackedMxfp4
+from rose_dist.kernels.mxfp4_experts import ExpertLayer, ExpertRows, expert_mlp
 from rose_dist.kernels.swiglu import clamped_swiglu
 from rose_dist.layers.expert_matrices import DenseMatrix, Fp8Matrix, MoeWeights, PackedMatrix, expert_matrix
 from rose_dist.layers.weights import Piece, Weight, copy_into, length, parameter, share
@@ -67,11 +66,6 @@ class Experts(nn.Module):
         self.down_proj_bias = parameter(count, hidden, dtype=dtype) if held.slice_index == 0 else None
 
     @property
-    def first_packed(self) -> PackedMxfp4 | None:
-        """What `forward` reads first, if it is MXFP4."""
-        return self.gate_up_proj.packed if isinstance(self.gate_up_proj, PackedMatrix) else None
-
-    @property
     def late_bias(self) -> Tensor | None:
         """What `forward` leaves to combine: [experts, hidden], to be added to each expert's rows."""
         return self.down_proj_bias if isinstance(self.down_proj, Fp8Matrix) else None
@@ -83,8 +77,7 @@ class Experts(nn.Module):
         first, second = self.gate_up_proj, self.down_proj
         b1, b2 = self.gate_up_proj_bias, self.down_proj_bias
         if isinstance(first, PackedMatrix) and isinstance(second, PackedMatrix):
-            activated = expert_swiglu(x, first.packed, b1, rows, limit=self.limit)
-            return expert_linear(activated, second.packed, b2, rows, early=True)
+            return expert_mlp(x, ExpertLayer(first.packed, b1), ExpertLayer(second.packed, b2), rows, limit=self.limit)
         if isinstance(first, Fp8Matrix) and isinstance(second, Fp8Matrix):
             given = Fp8Rows.of(x) if scales is None else Fp8Rows(x, scales)
             quantised = fp8_expert_swiglu(given, first.weight, b1, rows, limit=self.limit, dtype=self.dtype)

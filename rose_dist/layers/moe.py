@@ -45,7 +45,7 @@ class MoE(nn.Module):
         routing = Routing(self.expert_map(chosen.ids, live_rows), chosen.weights)
         dispatched = self._dispatch(x, routing, live_rows)
         rows = ExpertRows(
-            dispatched.counts, dispatched.offsets, self._most_rows(x.shape[0]), dispatched.choice, dispatched.layout,
+            dispatched.counts, dispatched.offsets, self._most_rows(x.shape[0]), dispatched.layout,
             self._listed(dispatched, routing),
         )  # fmt: skip
         expert_out = self.experts(dispatched.x, rows, dispatched.scales)
@@ -79,17 +79,17 @@ class MoE(nn.Module):
         x: [tokens, hidden], up to `MAX_ROWS` tokens. As `forward` between the norms' own launches, in two besides the
         experts'.
         """
-        router, most = self.router, self._most_rows(x.shape[0])
+        router = self.router
 
         def pack(packed: PackedRows) -> Routing:
             routed = route_rows(
                 x, norm.weight, norm.eps, router.weight, router.bias, self.rule, self.expert_map.load, packed,
-                live_rows=live_rows, read_ahead=self.experts.first_packed, most=most,
+                live_rows=live_rows,
             )  # fmt: skip
             return Routing(routed.ids, routed.weights)
 
         dispatched = self.exchange.dispatch_packed(x.shape[0], pack)
-        rows = ExpertRows(dispatched.counts, dispatched.offsets, most)
+        rows = ExpertRows(dispatched.counts, dispatched.offsets, self._most_rows(x.shape[0]))
         return self.exchange.combine_packed(
             self.experts(dispatched.x, rows),
             dispatched,

@@ -16,6 +16,7 @@ from rose_dist.comm.gpu_group import GpuGroup
 from rose_dist.comm.layout import Layout, LayoutError
 from rose_dist.comm.symmetric_memory import SymmetricMemory
 from rose_dist.comm.tensor_group import TensorGroup
+from rose_dist.kernels import layer_meeting
 from rose_dist.kernels.formats import FP8
 from rose_dist.kernels.fp8_experts import FEW, MANY, require
 from rose_dist.kernels.linear_add import MAX_ROWS
@@ -191,6 +192,7 @@ class GptOssForCausalLM(nn.Module):
     def check(self) -> None:
         """Raise if a kernel has waited for another in vain; to be called after a step, reads host memory only."""
         self.model.exchange.check()
+        layer_meeting.check()
 
     def forward(self, batch: ForwardBatch) -> Tensor | None:
         """fp32 [wanted rows, vocabulary] on the first rank of each tensor-parallel group, None on the others."""

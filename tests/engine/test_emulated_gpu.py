@@ -174,12 +174,9 @@ def test_steps_are_those_of_the_cpu(way: str, experts: int, tmp_path: Path, monk
         assert library.calls == ["masked" if way == "fp8" else "contiguous"] * 8
         assert "RouteRows" not in decoded, decoded
     elif experts == 4:
-        assert set(decoded) >= {"LinearRotary", "Route", "DispatchDecode", "Combine"}, decoded
-        streamed = [kernel for kernel in gpu.kernels if type(kernel).__name__ == "ExpertLinear"]
-        early = {kernel.gated for kernel in streamed if kernel.top_k == 2}
-        assert early == {True, False}, "the exchange's choice has not come to the experts"
+        assert set(decoded) >= {"LinearRotary", "Route", "DispatchDecode", "ExpertLinear", "Combine"}, decoded
     else:
-        layer = ["LinearRotary", "DecodeAttention", "LinearAdd", "RouteRows", "ExpertLinear", "ExpertLinear"]
+        layer = ["LinearRotary", "DecodeAttention", "LinearAdd", "RouteRows", "ExpertLinear"]
         assert decoded == ["Embed", "RMSNorm", *2 * [*layer, "CombineNorm"], "SmallLinear"], decoded
 
 

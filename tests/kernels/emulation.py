@@ -17,7 +17,7 @@ import pytest
 import torch
 from cuda.bindings.driver import CUstream
 
-from rose_dist.kernels import jit, launch
+from rose_dist.kernels import jit, launch, layer_meeting
 from rose_dist.kernels.arch import Arch, DeviceInfo
 from tests.ptx.cutedsl import Compiled, compile_kernel
 from tests.ptx.machine import Machine
@@ -114,4 +114,5 @@ def install(monkeypatch: pytest.MonkeyPatch, arch: Arch, sms: int = 4) -> Emulat
     monkeypatch.setattr(launch, "run", emulator.run)
     monkeypatch.setattr(jit, "load", lambda kernel: kernel)
     monkeypatch.setattr(torch, "empty", emulator.empty)
+    monkeypatch.setattr(layer_meeting, "_meetings", {})
     return emulator

@@ -12,11 +12,8 @@ from rose_dist.kernels import expert_slots, routing
 from rose_dist.kernels.errors import KernelArgumentError
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.moe_dispatch import PackedRows
-from rose_dist.kernels.mxfp4_experts import tiling
-from rose_dist.kernels.mxfp4_layout import TILE_BYTES, PackedMxfp4
 from rose_dist.kernels.route_rows import route_rows, takes
 from rose_dist.kernels.routing import Router, Score
-from rose_dist.kernels.stream_tiling import EXPERT_SHAPES
 
 EPS = 1e-5
 
@@ -101,34 +98,6 @@ def test_a_row_has_the_same_bits_in_any_batch(gpu: Any) -> None:
     alone = run(gpu.tensor, {**given, "x": given["x"][2:3].clone()}, Router(4), None)
     assert torch.equal(gpu.plain(alone[1])[0], whole[2])
     assert torch.equal(gpu.plain(alone[2].x)[0], stored[int(slots[2, 0])])
-
-
-@pytest.mark.parametrize(("rows", "live"), [(1, None), (3, 2), (2, 0)])
-def test_asks_for_what_the_experts_blocks_read_first(gpu: Any, rows: int, live: int | None) -> None:
-    given = inputs(rows, 64, 32)
-    empty = PackedMxfp4.empty(32, 8 * 32, 64, torch.device("cpu"))
-    matrices = PackedMxfp4(gpu.tensor(empty.data), gpu.tensor(empty.rescale))
-    plain = run(gpu.tensor, given, Router(4), live)
-    ids, _, packed, _ = run(gpu.tensor, given, Router(4), live, read_ahead=matrices, most=1)
-    assert torch.equal(gpu.plain(ids), gpu.plain(plain[0]))
-    alive = rows if live is None else live
-    assert torch.equal(gpu.plain(packed.x)[: 4 * alive], gpu.plain(plain[2].x)[: 4 * alive])
-    if gpu.real:
-        return
-    # By the definition in `ExpertLinear`: a run of tiles a block, of the matrices of all rows one after the other.
-    owners, tiles, tile_bytes = sorted(gpu.plain(ids)[:alive].flatten().tolist()), 8, 2 * TILE_BYTES
-    ring = tiling(matrices, EXPERT_SHAPES.variants[0])
-    wanted = set()
-    for block in range(gpu.info.sms) if owners else ():
-        row, tile = divmod(block * len(owners) * tiles // gpu.info.sms, tiles)
-        size = min(ring.stages * ring.stage_bytes, (tiles - tile) * tile_bytes)
-        wanted.add(((owners[row] * tiles + tile) * tile_bytes, size))
-    base = matrices.data.data_ptr()
-    found = {(memory.base + offset - base, size) for memory, offset, size in gpu.machine.prefetched}
-    assert found == wanted
-    gpu.machine.prefetched.clear()
-    run(gpu.tensor, given, Router(4), live, read_ahead=matrices, most=2)
-    assert not gpu.machine.prefetched
 
 
 def test_the_cpu_gives_the_same() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from rose_dist.comm.all_to_all.packing import check_live
 from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig, Dispatched, Handle, Routing
-from rose_dist.kernels.expert_slots import COMPACT, PackedChoice, PackedLayout
+from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.moe_combine import combine
 from rose_dist.kernels.moe_dispatch import Dispatcher, PackedRows
 
@@ -38,7 +38,6 @@ class GpuHandle(Handle):
     """A dispatch whose rows are on the GPU. It holds its buffers until `combine` or until it is dropped."""
 
     packed: PackedRows
-    choice: PackedChoice | None = None
     live_rows: torch.Tensor | None
     layout: PackedLayout
     expert_out: torch.Tensor
@@ -47,9 +46,7 @@ class GpuHandle(Handle):
 
     def dispatched(self) -> Dispatched:
         packed = self.packed
-        return Dispatched(
-            packed.x, packed.scales, packed.counts, packed.offsets, self, self.choice, self.layout, packed.slots
-        )
+        return Dispatched(packed.x, packed.scales, packed.counts, packed.offsets, self, self.layout, packed.slots)
 
 
 class LocalGpu:
@@ -96,8 +93,6 @@ class LocalGpu:
         handle.layout = self._layout_for(tokens)
         handle.packed = self._view(buffers, handle.layout, tokens)
         self._dispatchers[handle.layout](x, scales, routing.ids, tokens, handle.live_rows, handle.packed)
-        if handle.layout == COMPACT:
-            handle.choice = PackedChoice(routing.ids[:tokens], handle.live_rows, self.first_expert)
         return handle
 
     def packed_by(self, owner: AllToAll, tokens: int, pack: Callable[[PackedRows], Routing]) -> GpuHandle:

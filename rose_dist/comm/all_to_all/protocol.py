@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from rose_dist.kernels.expert_slots import COMPACT, PackedChoice, PackedLayout
+from rose_dist.kernels.expert_slots import COMPACT, PackedLayout
 from rose_dist.kernels.formats import BlockFormat, Element
 from rose_dist.kernels.moe_dispatch import PackedRows
 
@@ -134,9 +134,6 @@ class Dispatched:
     offsets: torch.Tensor
     """[local_experts + 1] int64, where each expert's rows start; the last is the number of rows."""
     handle: Handle
-    choice: PackedChoice | None = None
-    """What the counts were made from, where rows come from this GPU's tokens alone: what follows the dispatch may read
-    it before the rows are there."""
     layout: PackedLayout = COMPACT
     """How the rows are packed."""
     slots: torch.Tensor | None = None

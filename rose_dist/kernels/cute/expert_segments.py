@@ -9,16 +9,13 @@ from typing import Any
 
 from rose_dist.kernels import ptx, vector
 from rose_dist.kernels.cute.expert_slots import scan_starts, shared_integers
-from rose_dist.kernels.dsl import Int32, Int64, Uint32, cute, cutlass, range_constexpr
+from rose_dist.kernels.dsl import Int32, Int64, cute, cutlass, range_constexpr
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.variants import WARP
 
 
 def load_experts(counts: Any, offsets: Any, rescale: Any, experts: int, threads: int) -> Any:
-    """Number, rows, first row and rescaling's bits of the experts that this thread counts; the last one's beyond.
-
-    Past L1, which may be older than this launch where that has not waited for the one before.
-    """
+    """Number, rows, first row and rescaling's bits of the experts that this thread counts; the last one's beyond."""
     mine = []
     for first in range(0, experts, threads):
         expert = cute.arch.thread_idx()[0] + first
@@ -26,42 +23,6 @@ def load_experts(counts: Any, offsets: Any, rescale: Any, experts: int, threads:
         start = Int32(ptx.load_relaxed_u64(offsets + at * 8, "gpu"))
         factor = vector.scalar(rescale + at * 4, Int32)[0]
         mine.append((expert, Int32(ptx.load_relaxed(counts + at * 4, "gpu")), start, factor))
-    return mine
-
-
-@cute.jit
-def count_choice(
-    ids: Int64, live_rows: Int64, first_expert: Int32, tokens: Int32, histogram: cute.Tensor, starts: cute.Tensor,
-    top_k: cutlass.Constexpr, experts: cutlass.Constexpr, threads: cutlass.Constexpr,
-) -> None:  # fmt: skip
-    """Rows of each expert into Int32 [experts], and where they start, into Int32 [experts + 1], in `PackedLayout()`.
-
-    Addresses: ids int32 [tokens, top_k], live_rows int32 [1] or 0; read past L1.
-    """
-    thread, totals = cute.arch.thread_idx()[0], shared_integers(threads // WARP)
-    for first in range_constexpr(0, experts, threads):
-        if thread + first < experts:
-            histogram[thread + first] = Int32(0)
-    live = tokens
-    if live_rows != 0:
-        live = vector.min_of(Int32(ptx.load_relaxed(live_rows, "gpu")), tokens)
-    cute.arch.sync_threads()
-    # Ids of dead tokens are read too: they need not wait for the number of live ones.
-    for pair in range(thread, tokens * top_k, threads):
-        expert = Int32(ptx.load_relaxed(ids + Int64(pair) * 4, "gpu")) - first_expert
-        if (expert >= 0) & (expert < experts) & (pair < live * top_k):
-            ptx.add_shared(Uint32(histogram.iterator.toint()) + Uint32(expert) * Uint32(4), Uint32(1))
-    cute.arch.sync_threads()
-    scan_starts(histogram, starts, totals, PackedLayout(), experts, threads)
-
-
-def counted_experts(histogram: Any, starts: Any, rescale: Any, experts: int, threads: int) -> Any:
-    """What `load_experts` gives, after `count_choice`."""
-    mine = []
-    for first in range(0, experts, threads):
-        expert = cute.arch.thread_idx()[0] + first
-        at = vector.min_of(expert, Int32(experts - 1))
-        mine.append((expert, histogram[at], starts[at], vector.scalar(rescale + Int64(at) * 4, Int32)[0]))
     return mine
 
 

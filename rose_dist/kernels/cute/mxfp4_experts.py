@@ -4,6 +4,12 @@ tensor cores.
 A block takes a run of items, each 32 rows of an expert's matrix times up to `rows` rows of x. One warp feeds the others
 through a ring in shared memory by bulk copies, across the borders of items. The others share an item's columns, always
 in the same way, so that no result depends on which rows came along; their sums meet in shared memory.
+
+Both layers can go in one launch of one block an SM. Protocol: the warps that compute write the first layer's results
+and arrive at the mbarrier `written`; the feeding warp, which has waited there, adds to the counter of `phase_barrier`
+(release, GPU scope) and waits until all blocks have (acquire); a proxy fence then lets it fetch those results as the
+second layer's rows. Weights of the second layer, which depend on nothing, fill the ring meanwhile: memory does not rest
+between the layers.
 """
 
 from __future__ import annotations
@@ -14,13 +20,7 @@ from typing import Any
 
 from rose_dist.kernels import jit, vector
 from rose_dist.kernels.arch import Arch
-from rose_dist.kernels.cute.expert_segments import (
-    count_choice,
-    count_segments,
-    counted_experts,
-    list_segments,
-    load_experts,
-)
+from rose_dist.kernels.cute.expert_segments import count_segments, list_segments, load_experts
 from rose_dist.kernels.cute.expert_slots import shared_integers
 from rose_dist.kernels.cute.mxfp4_feed import Feeder
 from rose_dist.kernels.cute.mxfp4_operands import barrier, decode, load_shared, next_stage, wait
@@ -47,109 +47,122 @@ SEGMENTS = 64
 
 
 @cache
-def launcher(
-    arch: Arch, experts: int, tiles: int, tiling: StreamTiling, gated: bool, early: bool, top_k: int
-) -> jit.Launcher:
-    return jit.load(ExpertLinear(arch, experts, tiles, tiling, gated, early, top_k))
+def launcher(arch: Arch, experts: int, tiles: tuple[int, ...], tiling: StreamTiling, gated: bool) -> jit.Launcher:
+    return jit.load(ExpertLinear(arch, experts, tiles, tiling, gated))
 
 
 @dataclass(frozen=True)
 class ExpertLinear(jit.Kernel):
-    """y[r] = weight[e] · x[r] + bias[e] over rows packed by expert; or of each pair of these the clamped SwiGLU.
+    """y[r] = weight[e] · x[r] + bias[e] over rows packed by expert; or of each pair of these the clamped SwiGLU; or the
+    one after the other, with weights of the same columns.
 
-    experts, tiles: matrices, and tile rows of each.
-    gated: even outputs are gates, odd ones linear.
-    early: what says whose the rows are comes from before the launch that comes before, so that weights may be fetched
-        while that one still runs. What was complete before that one began its own work is complete for this launch
-        from its start: every launch waits for the one before it ere it lets the next begin.
-    top_k: of the choice that says whose the rows are, which is then early; 0: counts and offsets say so.
+    experts: matrices of a layer.
+    tiles: tile rows of a matrix, of each layer.
+    gated: even outputs of the first layer are gates, odd ones linear.
     """
 
     experts: int
-    tiles: int
+    tiles: tuple[int, ...]
     tiling: StreamTiling
     gated: bool
-    early: bool
-    top_k: int
 
     @cute.jit
     def __call__(
-        self, weights: Int64, rescale: Int64, bias: Int64, x: Int64, counts: Int64, offsets: Int64, ids: Int64,
-        live_rows: Int64, first_expert: Int32, tokens: Int32, out: Int64, alpha: Float32, limit: Float32, blocks: Int32,
-        stream: Stream,
+        self, weights: Int64, rescale: Int64, bias: Int64, x: Int64, counts: Int64, offsets: Int64, out: Int64,
+        second_weights: Int64, second_rescale: Int64, second_bias: Int64, second_out: Int64, counter: Int64,
+        report: Int64, limit_ns: Int64, alpha: Float32, limit: Float32, blocks: Int32, stream: Stream,
     ) -> None:  # fmt: skip
         """Addresses: weights u8 [experts, tiles, columns / 32, 544], rescale fp32 [experts], bias bf16 [experts,
-        32 · tiles] or 0, x bf16 [rows, columns], counts int32 [experts], offsets int64 [experts + 1], ids int32
-        [tokens, top_k], live_rows int32 [1] or 0, out bf16 [rows, 32 · tiles] or half of that if gated.
+        32 · tiles] or 0, x bf16 [rows, columns], counts int32 [experts], offsets int64 [experts + 1], out bf16 [rows,
+        32 · tiles] or half of that if gated; of the second layer the same, if there is one. counter, report, limit_ns:
+        as `phase_barrier` says.
         """
         self.kernel(
-            weights, rescale, bias, x, counts, offsets, ids, live_rows, first_expert, tokens, out, alpha, limit
+            weights, rescale, bias, x, counts, offsets, out, second_weights, second_rescale, second_bias, second_out,
+            counter, report, limit_ns, alpha, limit,
         ).launch(
             grid=[blocks, 1, 1], block=[self.tiling.threads, 1, 1], smem=self.tiling.shared_bytes, stream=stream,
-            use_pdl=True, min_blocks_per_mp=self.tiling.per_sm, preferred_smem_carveout=100,
+            use_pdl=True, min_blocks_per_mp=1, preferred_smem_carveout=100,
         )  # fmt: skip
 
     @cute.kernel
     def kernel(
-        self, weights: Int64, rescale: Int64, bias: Int64, x: Int64, counts: Int64, offsets: Int64, ids: Int64,
-        live_rows: Int64, first_expert: Int32, tokens: Int32, out: Int64, alpha: Float32, limit: Float32,
+        self, weights: Int64, rescale: Int64, bias: Int64, x: Int64, counts: Int64, offsets: Int64, out: Int64,
+        second_weights: Int64, second_rescale: Int64, second_bias: Int64, second_out: Int64, counter: Int64,
+        report: Int64, limit_ns: Int64, alpha: Float32, limit: Float32,
     ) -> None:  # fmt: skip
-        tiling, tiles = self.tiling, self.tiles
-        thread, block, blocks = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        tiling, both = self.tiling, len(self.tiles) > 1
+        thread = cute.arch.thread_idx()[0]
         shared = Int32(cute.arch.get_dyn_smem(Uint8, alignment=128).toint())
         segments = [shared_integers(SEGMENTS) for _ in range(4)]
         starts = shared_integers(self.experts + 1)
         self.set_up(shared)
-        if const_expr(not self.early):
-            cute.arch.griddepcontrol_wait()
-        if const_expr(self.top_k > 0):
-            histogram = shared_integers(self.experts)
-            count_choice(
-                ids, live_rows, first_expert, tokens, histogram, starts, self.top_k, self.experts, tiling.threads
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        mine = load_experts(counts, offsets, rescale, self.experts, tiling.threads)
+        count_segments(mine, starts, tiling.rows, self.experts, tiling.threads)
+        shares = [self.share(starts[self.experts], tiles) for tiles in self.tiles]
+        base = shares[0][3]
+        end = vector.max_of(shares[0][2], shares[1][2]) if both else shares[0][2]
+        list_segments(mine, starts, segments, base, base + end, tiling.rows, self.experts)
+        items, tile, ends = ([share[i] for share in shares] for i in range(3))
+        if cute.arch.make_warp_uniform(thread // WARP) == tiling.warps:
+            Feeder(self.tiles, tiling).run(
+                shared, [weights, second_weights], [x, out], segments, items, tile, ends, counter, report, limit_ns
             )
-            mine = counted_experts(histogram, starts, rescale, self.experts, tiling.threads)
         else:
-            mine = load_experts(counts, offsets, rescale, self.experts, tiling.threads)
-        if const_expr(self.top_k == 0 or tiling.rows > 1):
-            count_segments(mine, starts, tiling.rows, self.experts, tiling.threads)
-        items = Uint32(starts[self.experts] * tiles)
+            state = [Int32(0), Int32(0), Int32(1), Int32(tiling.buffers - 1), Int32(1)]
+            state = self.compute(shared, bias, rescale, out, alpha, limit, segments, items[0], tile[0], state, 0)
+            if const_expr(both):
+                cute.arch.sync_warp()
+                if thread % WARP == 0:
+                    cute.arch.mbarrier_arrive(barrier(shared, tiling.written))
+                self.compute(
+                    shared, second_bias, second_rescale, second_out, alpha, limit, segments, items[1], tile[1], state, 1
+                )
+
+    def share(self, segments: Any, tiles: int) -> Any:
+        """Of a layer's items this block's number, the first one's tile row, and how many segments they are of; and the
+        first of these, which is the same in each layer."""
+        block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        items = Uint32(segments * tiles)
         first = Int32(items * Uint32(block) // Uint32(blocks))
         last = Int32(items * Uint32(block + 1) // Uint32(blocks))
-        base, end = first // tiles, (last + (tiles - 1)) // tiles
-        list_segments(mine, starts, segments, base, end, tiling.rows, self.experts)
-        if cute.arch.make_warp_uniform(thread // WARP) == tiling.warps:
-            feeder = Feeder(tiles, tiling, self.early)
-            feeder.run(shared, weights, x, segments, last - first, first - base * tiles, end - base)
-        else:
-            if const_expr(self.early):
-                cute.arch.griddepcontrol_wait()
-            self.compute(shared, bias, out, alpha, limit, segments, last - first, first - base * tiles)
+        base = first // tiles
+        end = vector.select(last > first, (last + (tiles - 1)) // tiles - base, Int32(0))
+        return last - first, first - base * tiles, end, base
 
     @cute.jit
     def set_up(self, shared: Int32) -> None:
-        """The barriers: a copy and rows of x are announced by the feeder; warps free stages, some of them sums."""
+        """The barriers: a copy and rows of x are announced by the feeder; warps free stages, some of them sums, and all
+        say that their results are written."""
         tiling, thread = self.tiling, cute.arch.thread_idx()[0]
         if thread < tiling.barriers:
             freed = (thread >= tiling.stages) & (thread < 2 * tiling.stages)
-            arrivals = vector.select(freed, Int32(tiling.warps), Int32(1))
-            arrivals = vector.select(thread == tiling.barriers - 1, Int32(tiling.adders), arrivals)
+            arrivals = vector.select(freed | (thread == tiling.written), Int32(tiling.warps), Int32(1))
+            arrivals = vector.select(thread == tiling.added, Int32(tiling.adders), arrivals)
             cute.arch.mbarrier_init(barrier(shared, thread), arrivals)
         cute.arch.mbarrier_init_fence()
 
     @cute.jit
     def compute(
-        self, shared: Int32, bias: Int64, out: Int64, alpha: Float32, limit: Float32, segments: list[cute.Tensor],
-        items: Int32, tile: Int32,
-    ) -> None:  # fmt: skip
-        """A computing warp: its columns of each item, and its turn in adding up."""
-        tiling, meet = self.tiling, Sums(self.tiles, self.tiling, self.gated)
+        self, shared: Int32, bias: Int64, rescale: Int64, out: Int64, alpha: Float32, limit: Float32,
+        segments: list[cute.Tensor], items: Int32, tile: Int32, state: list[Int32], layer: cutlass.Constexpr,
+    ) -> list[Int32]:  # fmt: skip
+        """A computing warp: its columns of each item of a layer, and its turn in adding up.
+
+        state: the ring's stage and parity, that of the barrier of sums, the buffer of rows and its parity; returned for
+        the next layer.
+        """
+        tiling, tiles = self.tiling, self.tiles[layer]
+        meet = Sums(tiles, self.tiling, self.gated and layer == 0)
         thread = cute.arch.thread_idx()[0]
         warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
-        meeting, added = shared + tiling.meeting_offset, barrier(shared, tiling.barriers - 1)
+        meeting, added = shared + tiling.meeting_offset, barrier(shared, tiling.added)
         sums = cute.make_rmem_tensor(4 * tiling.parts, Float32)
         # A fresh barrier lets a wait for the phase before its first one pass.
-        stage, parity, part, sums_parity = Int32(0), Int32(0), Int32(warp), Int32(1)
-        segment, buffer, row_parity = Int32(-1), Int32(tiling.buffers - 1), Int32(1)
+        stage, parity, sums_parity, buffer, row_parity = state
+        segment, part = Int32(-1), Int32(warp)
         expert, count, start, factor = Int32(0), Int32(0), Int32(0), Int32(0)
         for done in range(items):
             if (tile == 0) | (done == 0):
@@ -158,7 +171,8 @@ class ExpertLinear(jit.Kernel):
                 if buffer == tiling.buffers:
                     buffer = Int32(0)
                     row_parity ^= 1
-                expert, start, count, factor = [values[segment] for values in segments]
+                expert, start, count = [values[segment] for values in segments[:3]]
+                factor = vector.scalar(rescale + Int64(expert) * 4, Int32)[0]
                 wait(barrier(shared, 2 * tiling.stages + buffer), row_parity)
             biases = Uint32(0)
             if part < tiling.parts:
@@ -171,7 +185,7 @@ class ExpertLinear(jit.Kernel):
                 if part + again < live:
                     if const_expr(again > 0):
                         biases = meet.bias(bias, expert, tile, part + again)
-                    target = out + (Int64(start) * (16 * self.tiles) + tile * 16) * meet.pair_bytes
+                    target = out + (Int64(start) * (16 * tiles) + tile * 16) * meet.pair_bytes
                     meet.finish(meeting, part + again, target, count, factor, biases, alpha, limit)
             if part < tiling.adders:
                 cute.arch.sync_warp()
@@ -182,8 +196,9 @@ class ExpertLinear(jit.Kernel):
             if part >= tiling.warps:
                 part -= tiling.warps
             tile += 1
-            if tile == self.tiles:
+            if tile == tiles:
                 tile = Int32(0)
+        return [stage, parity, sums_parity, buffer, row_parity]
 
     @cute.jit
     def item(

@@ -3,99 +3,122 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from rose_dist.kernels import ptx
+from rose_dist.kernels import ptx, sync, vector
 from rose_dist.kernels.cute.mxfp4_operands import barrier, next_stage, wait
-from rose_dist.kernels.dsl import Int32, Int64, const_expr, cute, range_constexpr
+from rose_dist.kernels.cute.phase_barrier import arrive
+from rose_dist.kernels.dsl import Boolean, Int32, Int64, const_expr, cute, range_constexpr
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES
-from rose_dist.kernels.stream_tiling import StreamTiling
+from rose_dist.kernels.stream_tiling import LAYERS_STAGE, StreamTiling
 from rose_dist.kernels.variants import WARP
 
 
 @dataclass(frozen=True)
 class Feeder:
-    """Copies follow one another across the borders of items and segments.
+    """Copies of weights follow one another across the borders of items, segments and layers: those of the second layer
+    fill the ring while results of the first are still computed, here and elsewhere. Rows come when they exist.
 
-    tiles: tile rows of a matrix.
-    early: the block has not waited for the launch before yet: weights come first, x when that one is complete.
+    tiles: tile rows of a matrix, of each layer. Arguments that are lists have an element a layer too, but for
+    `segments`: of each segment that the block meets the expert, its first row, and its rows.
     """
 
-    tiles: int
+    tiles: tuple[int, ...]
     tiling: StreamTiling
-    early: bool
 
     @cute.jit
     def run(
-        self, shared: Int32, weights: Int64, x: Int64, segments: list[cute.Tensor], items: Int32, tile: Int32,
-        end: Int32,
+        self, shared: Int32, weights: list[Int64], x: list[Int64], segments: list[cute.Tensor], items: list[Int32],
+        tile: list[Int32], ends: list[Int32], counter: Int64, report: Int64, limit_ns: Int64,
     ) -> None:  # fmt: skip
-        """Copy the weights of all items, and x of the `end` segments."""
-        tiling = self.tiling
-        count, segment = items * tiling.steps, Int32(0)
-        left = (self.tiles - tile) * tiling.steps
-        done_segment, done_left = Int32(0), left
-        source = self.source(weights, segments[0], segment, tile, end)
+        """Copy the weights of all items, the first of which is number `tile` of its matrix, and the rows of the `ends`
+        segments that they are of. counter, report, limit_ns: of the meeting between the layers.
+        """
+        tiling, steps = self.tiling, self.tiling.steps
+        first = items[0] * steps
+        copies = first
+        if const_expr(len(self.tiles) > 1):
+            copies += items[1] * steps
+        source, segment, left = weights[0], Int32(-1), Int32(1)
+        source, segment, left = self.turn_to(weights, segments, tile, ends, first, source, segment, left, Int32(0))
         for stage in range_constexpr(tiling.stages):
-            if stage < count:
+            if stage < copies:
                 self.fetch(shared, source, Int32(stage))
-            source, segment, left = self.next_source(weights, segments[0], source, segment, left, end)
-        if const_expr(self.early):
-            self.look_ahead(weights, segments[0], source, segment, left, end, count)
-            cute.arch.griddepcontrol_wait()
-        due = count - tiling.left
-        if due <= tiling.stages:
-            cute.arch.griddepcontrol_launch_dependents()
-        ptx.fence_async_copies()
+            source, segment, left = self.turn_to(
+                weights, segments, tile, ends, first, source, segment, left, Int32(stage + 1)
+            )
         for ahead in range_constexpr(tiling.buffers):
-            self.fetch_rows(shared, x, segments, Int32(ahead), end)
+            self.fetch_rows(shared, x, segments, ends, Boolean(False), Int32(ahead))
+        done, done_left = Int32(0), (self.tiles[0] - tile[0]) * steps
+        if const_expr(len(self.tiles) > 1):
+            if first == 0:
+                self.meet(shared, x, segments, items, ends, counter, report, limit_ns)
+                done_left = (self.tiles[1] - tile[1]) * steps
         stage, parity = Int32(0), Int32(0)
-        for copy in range(tiling.stages, count + tiling.stages):
-            # All warps are done with what the stage held, and with the rows of x that went with it.
+        for freed in range(1, copies + 1):
+            # All warps are done with what the stage held, and with the rows that went with it.
             wait(barrier(shared, stage + tiling.stages), parity)
-            if copy < count:
+            if freed - 1 + tiling.stages < copies:
                 self.fetch(shared, source, stage)
-            if copy == due:
-                cute.arch.griddepcontrol_launch_dependents()
-            source, segment, left = self.next_source(weights, segments[0], source, segment, left, end)
+            source, segment, left = self.turn_to(
+                weights, segments, tile, ends, first, source, segment, left, freed + tiling.stages
+            )
             done_left -= 1
             if done_left == 0:
-                done_left = Int32(self.tiles * tiling.steps)
-                done_segment += 1
-                self.fetch_rows(shared, x, segments, done_segment + (tiling.buffers - 1), end)
+                done += 1
+                done_left = self.tiles_at(freed, first) * steps
+                self.fetch_rows(shared, x, segments, ends, freed > first, done + (tiling.buffers - 1))
+            if const_expr(len(self.tiles) > 1):
+                if freed == first:
+                    self.meet(shared, x, segments, items, ends, counter, report, limit_ns)
+                    done, done_left = Int32(0), (self.tiles[1] - tile[1]) * steps
             stage, parity = next_stage(stage, parity, self.tiling.stages)
 
     @cute.jit
-    def look_ahead(
-        self, weights: Int64, experts: cute.Tensor, source: Int64, segment: Int32, left: Int32, end: Int32,
-        count: Int32,
-    ) -> None:  # fmt: skip
-        """Bring the copies that come next into L2: memory need not rest while the ring is full."""
-        for i in range_constexpr(self.tiling.ahead):
-            if (self.tiling.stages + i < count) & (cute.arch.thread_idx()[0] % WARP == 0):
-                ptx.prefetch_to_l2(source, self.tiling.stage_bytes)
-            source, segment, left = self.next_source(weights, experts, source, segment, left, end)
-
-    @cute.jit
-    def source(self, weights: Int64, experts: cute.Tensor, segment: Int32, tile: Int32, end: Int32) -> Int64:
-        """Where an item's 32 rows of weights start; anywhere behind the last segment."""
-        source = weights
-        if segment < end:
-            row = Int64(experts[segment]) * self.tiles + tile
-            source = weights + row * (self.tiling.columns * TILE_BYTES)
-        return source
-
-    @cute.jit
-    def next_source(
-        self, weights: Int64, experts: cute.Tensor, source: Int64, segment: Int32, left: Int32, end: Int32
-    ) -> tuple[Int64, Int32, Int32]:
-        """Source of the copy behind one, its segment, and how many copies that one has left."""
+    def turn_to(
+        self, weights: list[Int64], segments: list[cute.Tensor], tile: list[Int32], ends: list[Int32], first: Int32,
+        source: Int64, segment: Int32, left: Int32, number: Int32,
+    ) -> tuple[Int64, Int32, Int32]:  # fmt: skip
+        """From the copy before to copy `number`: where its weights are, its segment, and how many copies of that come
+        from it on. The second layer's copies follow the `first`.
+        """
         source += self.tiling.stage_bytes
         left -= 1
         if left == 0:
-            left = Int32(self.tiles * self.tiling.steps)
+            left = self.tiles_at(number, first) * self.tiling.steps
             segment += 1
-            source = self.source(weights, experts, segment, Int32(0), end)
+            base, at, tiles = weights[0], Int32(0), Int32(self.tiles[0])
+            if number == 0:
+                at = tile[0]
+            if const_expr(len(self.tiles) > 1):
+                if number >= first:
+                    base, tiles = weights[1], Int32(self.tiles[1])
+            left -= at * self.tiling.steps
+            source = self.source(base, segments[0], segment, at, tiles, ends)
+        if const_expr(len(self.tiles) > 1):
+            if number == first:
+                segment, left = Int32(0), (self.tiles[1] - tile[1]) * self.tiling.steps
+                source = self.source(weights[1], segments[0], segment, tile[1], Int32(self.tiles[1]), ends)
         return source, segment, left
+
+    @cute.jit
+    def source(
+        self, base: Int64, experts: cute.Tensor, segment: Int32, tile: Int32, tiles: Int32, ends: list[Int32]
+    ) -> Int64:
+        """Where an item's 32 rows of weights start; anywhere behind the last segment."""
+        end, source = ends[0], base
+        if const_expr(len(self.tiles) > 1):
+            end = vector.max_of(end, ends[1])
+        if segment < end:
+            row = Int64(experts[segment]) * tiles + tile
+            source = base + row * (self.tiling.columns * TILE_BYTES)
+        return source
+
+    def tiles_at(self, number: Any, first: Any) -> Any:
+        """Tile rows of the matrices that copy `number` is of."""
+        if len(self.tiles) == 1:
+            return Int32(self.tiles[0])
+        return vector.select(number < first, Int32(self.tiles[0]), Int32(self.tiles[1]))
 
     @cute.jit
     def fetch(self, shared: Int32, source: Int64, stage: Int32) -> None:
@@ -107,11 +130,20 @@ class Feeder:
             ptx.copy_to_shared(shared + self.tiling.ring_offset + stage * size, source, size, full.toint())
 
     @cute.jit
-    def fetch_rows(self, shared: Int32, x: Int64, segments: list[cute.Tensor], segment: Int32, end: Int32) -> None:
-        """Start the copies of a segment's rows, if there is such a segment; a lane a row."""
+    def fetch_rows(
+        self, shared: Int32, x: list[Int64], segments: list[cute.Tensor], ends: list[Int32], second: Boolean,
+        segment: Int32,
+    ) -> None:  # fmt: skip
+        """Start the copies of the rows of a layer's segment, if there is such a segment; a lane a row. Segments of both
+        layers take the buffers in turn.
+        """
         tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
+        rows, end, turn = x[0], ends[0], segment
+        if const_expr(len(self.tiles) > 1):
+            if second:
+                rows, end, turn = x[1], ends[1], ends[0] + segment
         if segment < end:
-            buffer = segment % tiling.buffers
+            buffer = turn % tiling.buffers
             full = barrier(shared, 2 * tiling.stages + buffer)
             count, size = segments[2][segment], tiling.columns * 64
             if lane == 0:
@@ -120,4 +152,21 @@ class Feeder:
             if lane < count:
                 target = shared + tiling.row_offset + (buffer * tiling.rows + lane) * tiling.row_stride
                 row = Int64(segments[1][segment] + lane)
-                ptx.copy_to_shared(target, x + row * size, size, full.toint())
+                ptx.copy_to_shared(target, rows + row * size, size, full.toint())
+
+    @cute.jit
+    def meet(
+        self, shared: Int32, x: list[Int64], segments: list[cute.Tensor], items: list[Int32], ends: list[Int32],
+        counter: Int64, report: Int64, limit_ns: Int64,
+    ) -> None:  # fmt: skip
+        """Between the layers: this block's results are written; once all blocks' are, fetch the first rows."""
+        wait(barrier(shared, self.tiling.written), 0)
+        if cute.arch.thread_idx()[0] % WARP == 0:
+            block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+            flipped = arrive(counter, block == 0, blocks)
+            if items[1] > 0:
+                sync.wait(counter, flipped, "gpu", limit_ns, report, Int32(0), Int32(0), LAYERS_STAGE)
+        cute.arch.sync_warp()
+        ptx.fence_async_copies()
+        for ahead in range_constexpr(self.tiling.buffers):
+            self.fetch_rows(shared, x, segments, ends, Boolean(True), Int32(ahead))

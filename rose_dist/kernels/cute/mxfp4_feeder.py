@@ -23,6 +23,11 @@ class Feeder:
 
     A warp has loads of x for its next stage under way while it waits to store those of this one.
 
+    A wait by parity tells a stage's last use from the one before it only where the use before that is known to be over.
+    Within an item a warp moves on by as many stages as there are teams, no more than the ring has. Between items of
+    small teams it could move further; so it first waits until the item's first stage is free, its own or not. All that
+    was in the ring before that stage's last use is then over.
+
     The decoded columns of a lane, 8q … 8q + 7 of a scale block, are not those that the product wants from it; columns
     of x are put into the same order here, by pairs.
     """
@@ -55,11 +60,11 @@ class Feeder:
             rows = self.row_addresses(x, start, first, count)
             if turn < tiling.steps:
                 self.load_rows(held, rows, turn, first, count)
+            self.await_free(shared, base)
             for step in range(turn, tiling.steps, teams):
                 number = base + step
                 stage = number % tiling.stages
-                # A fresh barrier lets a wait for the phase before its first one pass.
-                wait(barrier(shared, stage + tiling.stages), (number // tiling.stages & 1) ^ 1)
+                self.await_free(shared, number)
                 full = barrier(shared, stage)
                 target = shared + tiling.ring_offset + stage * tiling.stage_bytes
                 if member == 0:
@@ -73,6 +78,12 @@ class Feeder:
                 if step + teams < tiling.steps:
                     self.load_rows(held, rows, step + teams, first, count)
             base += tiling.steps
+
+    def await_free(self, shared: Any, number: Any) -> None:
+        """Until the stage of the block's step `number` is free: what was in it before has been multiplied."""
+        stages = self.tiling.stages
+        # A fresh barrier lets a wait for the phase before its first one pass.
+        wait(barrier(shared, number % stages + stages), (number // stages & 1) ^ 1)
 
     @cute.jit
     def copy_weights(self, target: Int32, source: Int64, step: Int32, left: Int32, full: cute.Pointer) -> None:

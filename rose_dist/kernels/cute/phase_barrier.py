@@ -9,6 +9,16 @@ HALF = 0x80000000
 
 
 @cute.jit
+def arrive(counter: Int64, first_block: Boolean, blocks: Int32) -> Uint32:
+    """One thread's share of `phase_barrier`: it publishes what the block wrote, as far as this thread knows of it, and
+    returns what the counter comes to when all blocks have arrived.
+    """
+    share = vector.select(first_block, Uint32(HALF) - Uint32(blocks - 1), Uint32(1))
+    before = ptx.fetch_add(counter, share, "gpu", order="release")
+    return (before & Uint32(HALF)) ^ Uint32(HALF)
+
+
+@cute.jit
 def phase_barrier(
     counter: Int64, first_block: Boolean, blocks: Int32, passed: cute.Tensor, limit_ns: Int64, report: Int64,
     rank: Int32, stage: cutlass.Constexpr,
@@ -26,9 +36,7 @@ def phase_barrier(
     """
     cute.arch.sync_threads()
     if cute.arch.thread_idx()[0] == 0:
-        share = vector.select(first_block, Uint32(HALF) - Uint32(blocks - 1), Uint32(1))
-        before = ptx.fetch_add(counter, share, "gpu", order="release")
-        flipped = (before & Uint32(HALF)) ^ Uint32(HALF)
+        flipped = arrive(counter, first_block, blocks)
         passed[0] = Int32(sync.wait(counter, flipped, "gpu", limit_ns, report, rank, rank, stage))
     cute.arch.sync_threads()
     return passed[0] != 0

@@ -28,23 +28,19 @@ from rose_dist.kernels.dsl import (
     Uint8,
     Uint32,
     Uint64,
-    const_expr,
     cute,
     range_constexpr,
 )  # fmt: skip
 from rose_dist.kernels.linear_add import MAX_ROWS
 from rose_dist.kernels.linear_shapes import LINEAR_OUTPUTS, resident_beside
 from rose_dist.kernels.routing import Score
-from rose_dist.kernels.stream_tiling import FirstReads
 from rose_dist.kernels.variants import ROUTERS, WARP
 from rose_dist.kernels.warp_matrix import await_copies
 
 
 @cache
-def launcher(
-    arch: Arch, hidden: int, experts: int, k: int, score: Score, first_reads: FirstReads | None
-) -> jit.Launcher:
-    return jit.load(RouteRows.of(arch, hidden, experts, k, score, first_reads))
+def launcher(arch: Arch, hidden: int, experts: int, k: int, score: Score) -> jit.Launcher:
+    return jit.load(RouteRows.of(arch, hidden, experts, k, score))
 
 
 @dataclass(frozen=True)
@@ -64,22 +60,17 @@ class RouteRows(jit.Kernel):
     """weights: of the router, 16 experts a block, all on their way before the launch before is done.
 
     A block fits beside one of `LinearAdd`, or it could not start before that is gone.
-
-    first_reads: of the experts' kernel; memory would have nothing to do from here until that one knows its rows.
     """
 
     weights: ResidentWeights
     route: SharedRoute
-    first_reads: FirstReads | None
 
     @classmethod
-    def of(
-        cls, arch: Arch, hidden: int, experts: int, k: int, score: Score, first_reads: FirstReads | None
-    ) -> RouteRows:
+    def of(cls, arch: Arch, hidden: int, experts: int, k: int, score: Score) -> RouteRows:
         weights = ResidentWeights(hidden, resident_beside(hidden))
         shape = ROUTERS.variants[0]
         route = SharedRoute(arch, torch.bfloat16, experts, k, score, 1, 1, False, False, shape, 16)
-        return cls(arch, weights, route, first_reads)
+        return cls(arch, weights, route)
 
     @property
     def hidden(self) -> int:
@@ -110,17 +101,16 @@ class RouteRows(jit.Kernel):
     @cute.jit
     def __call__(
         self, x: Int64, scale: Int64, weight: Int64, bias: Int64, live_rows: Int64, load: Int64, packed: Int64,
-        ids: Int64, weights: Int64, slots: Int64, counts: Int64, offsets: Int64, matrices: Int64,
-        readers: Int32, rows: Int32, eps: Float32, factor: Float32, stream: Stream,
+        ids: Int64, weights: Int64, slots: Int64, counts: Int64, offsets: Int64, rows: Int32,
+        eps: Float32, factor: Float32, stream: Stream,
     ) -> None:  # fmt: skip
         """Addresses: x bf16 [rows, hidden], scale bf16 [hidden], weight bf16 [experts, hidden], bias bf16 [experts] or
         0, live_rows int32 [1] or 0, load u64 [experts], added to; written are packed bf16 [.., hidden], ids int32,
-        weights fp32 and slots int32 [rows, k], counts int32 [experts] and offsets int64 [experts + 1]. matrices:
-        of the experts' first layer, which `readers` blocks will read; unused without `first_reads`.
+        weights fp32 and slots int32 [rows, k], counts int32 [experts] and offsets int64 [experts + 1].
         """
         self.kernel(
-            x, scale, weight, bias, live_rows, load, packed, ids, weights, slots, counts, offsets, matrices, readers,
-            rows, eps, factor,
+            x, scale, weight, bias, live_rows, load, packed, ids, weights, slots, counts, offsets, rows, eps,
+            factor,
         ).launch(
             grid=[self.blocks, 1, 1], block=[self.weights.threads, 1, 1], cluster=[self.blocks, 1, 1],
             smem=self.places["size"], stream=stream, use_pdl=True, min_blocks_per_mp=self.weights.shape.per_sm,
@@ -130,8 +120,8 @@ class RouteRows(jit.Kernel):
     @cute.kernel
     def kernel(
         self, x: Int64, scale: Int64, weight: Int64, bias: Int64, live_rows: Int64, load: Int64, packed: Int64,
-        ids: Int64, weights: Int64, slots: Int64, counts: Int64, offsets: Int64, matrices: Int64,
-        readers: Int32, rows: Int32, eps: Float32, factor: Float32,
+        ids: Int64, weights: Int64, slots: Int64, counts: Int64, offsets: Int64, rows: Int32,
+        eps: Float32, factor: Float32,
     ) -> None:  # fmt: skip
         product = self.weights
         cute.arch.griddepcontrol_launch_dependents()
@@ -166,8 +156,6 @@ class RouteRows(jit.Kernel):
         if block == self.blocks - 1:
             self.count(shared, counts, offsets, load, rows * self.route.k)
         cute.arch.sync_threads()
-        if const_expr(self.first_reads is not None):
-            self.read_ahead(shared, matrices, readers, rows * self.route.k, block)
         self.pack(shared, packed, rows * self.route.k, block)
 
     def operands(self, shared: Any, rows: Any) -> list[Any]:
@@ -249,27 +237,6 @@ class RouteRows(jit.Kernel):
                 row = source.row(shared + self.places["rows"], pair // self.route.k)
                 words = load_shared(row + at * 16, 4)
                 vector.store_words(packed + Int64(slot) * (self.hidden * 2) + at * 16, words, Uint32, 16)
-
-    @cute.jit
-    def read_ahead(self, shared: Int32, matrices: Int64, readers: Int32, pairs: Int32, block: Int32) -> None:
-        """Ask for what the experts' blocks read first: they share all rows' matrices evenly, in the rows' order."""
-        reads: Any = self.first_reads
-        size, rows = reads.tiles * reads.tile_bytes, Int32(0)
-        for pair in range(pairs):
-            rows += vector.select(self.chosen(shared, pair) >= 0, Int32(1), Int32(0))
-        # A lane or two a warp: a warp's prefetches go one after the other.
-        warp, lane = cute.arch.thread_idx()[0] // WARP, cute.arch.thread_idx()[0] % WARP
-        own = (lane * self.weights.shape.warps + warp) * self.blocks + block
-        for reader in range(own, readers, self.weights.threads * self.blocks):
-            item = rows * reads.tiles * reader // readers
-            row, expert = item // reads.tiles, Int32(-1)
-            for pair in range(pairs):
-                found = self.get(shared, "slots", pair, Int32) == row
-                expert = vector.select(found, self.chosen(shared, pair), expert)
-            at = (item - row * reads.tiles) * reads.tile_bytes
-            if expert >= 0:
-                source = matrices + Int64(expert) * size + at
-                ptx.prefetch_to_l2(source, vector.min_of(Int32(reads.ring_bytes), size - at))
 
     def chosen(self, shared: Any, pair: Any) -> Any:
         return self.get(shared, "chosen", pair, Int32)
