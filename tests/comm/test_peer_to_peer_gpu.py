@@ -18,7 +18,7 @@ from rose_dist.comm.all_to_all.peer_to_peer import PeerToPeer
 from rose_dist.comm.layout import Layout
 from rose_dist.comm.symmetric_memory import Region
 from rose_dist.comm.topology import Topology
-from rose_dist.kernels import network_exchange, nvshmem
+from rose_dist.kernels import nvshmem
 from rose_dist.kernels.arch import ARCHS
 from rose_dist.kernels.errors import KernelArgumentError
 from rose_dist.kernels.expert_slots import PackedLayout
@@ -50,7 +50,6 @@ class Nodes(Job):
         self.layout = Layout(ranks, tp=1, dp=ranks, ep=ranks)
         sizes = exchange_layout(self.config, ranks, in_flight, network=True)
         monkeypatch.setattr(nvshmem, "bitcode", lambda arch: None)
-        network_exchange._load.cache_clear()
         self.cluster = Cluster(ranks, sizes.region_bytes, monkeypatch, ARCHS[arch])
         machine = self.cluster.peers.machine
         size = NetworkLayout(sizes).region_bytes
