@@ -6,21 +6,20 @@ Every decode case is first compared with fp32 torch. The calls of a graph take t
 GPU's L2, as a model's layers do. Each is launched as in a decode step: what it reads is older than the launch before.
 Peers see no pages and no sinks: torch's flash attention on contiguous keys, split over the SMs, and with `--flashinfer`
 its paged decode. Of prefill also cuDNN, FlashInfer and what else is installed; `with FA4` is ours, keys gathered and
-sinks in it, by FlashAttention-4 (pip install flash-attn-4). `--variants` also times what decode attention was before,
-what it is where nothing may be fetched early, and with half as many bytes of a token a block. Writes attention.json and
-attention.md after every case, so that an interrupted run keeps what it has; a case that fails is noted, not fatal.
+sinks in it, by FlashAttention-4 (pip install flash-attn-4). `--variants` also times blocks
+that read more or fewer bytes of a token, and what tells what decode waits for (`attention_variants.py`). Writes
+attention.json and attention.md after every case, so that an interrupted run keeps what it has; a case that fails is
+noted, not fatal.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import json
 import sys
 import time
 import traceback
-import unittest.mock
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -29,12 +28,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.earlier_attention import paged_attention as earlier
+from benchmarks import attention_variants
+from benchmarks.attention_prefill import prefill_row
 from benchmarks.graphs import Call, copy_rate, table, time_call
 from benchmarks.kernels import describe_machine
-from rose_dist.kernels.cute import paged_attention_decode
 from rose_dist.kernels.paged_attention import DecodeWorkspace, decode
-from rose_dist.kernels.paged_prefill import prefill
 
 CUDA = torch.device("cuda")
 BLOCK = 16
@@ -94,39 +92,17 @@ class Decoding:
         self.lengths = torch.full((shape.requests,), shape.context, device=CUDA, dtype=torch.int32)
         self.out = torch.empty_like(self.q)
         self.scale = shape.head_dim**-0.5
-        self.workspace = self.allocate(DecodeWorkspace)
-
-    def allocate(self, workspace: type[Any]) -> Any:
-        shape = self.shape
-        return workspace.allocate(
+        self.workspace = DecodeWorkspace.allocate(
             requests=shape.requests, query_heads=shape.query_heads, key_heads=shape.key_heads,
             head_dim=shape.head_dim, context=shape.context, device=CUDA,
         )  # fmt: skip
 
-    def decode(self, layer: int, *, early: bool = True) -> torch.Tensor:
+    def decode(self, layer: int) -> torch.Tensor:
         return decode(
             self.q, self.keys[layer], self.values[layer], self.tables, None, self.lengths, self.sinks,
             window=self.shape.window, block_size=BLOCK, scale=self.scale, out=self.out, workspace=self.workspace,
-            early=early,
+            early=True,
         )  # fmt: skip
-
-    def variants(self) -> Iterator[tuple[str, Callable[[int], Any]]]:
-        """What else has been or could be."""
-        held = self.allocate(earlier.DecodeWorkspace)
-
-        def before(layer: int) -> torch.Tensor:
-            return earlier.decode(
-                self.q, self.keys[layer], self.values[layer], self.tables, None, self.lengths, self.sinks,
-                window=self.shape.window, block_size=BLOCK, scale=self.scale, out=self.out, workspace=held,
-            )  # fmt: skip
-
-        def with_rows_of(size: int, layer: int) -> torch.Tensor:
-            with unittest.mock.patch.object(paged_attention_decode, "ROW_BYTES", size):
-                return self.decode(layer)
-
-        yield "us earlier", before
-        yield "us not early", partial(self.decode, early=False)
-        yield "us 128 B rows", partial(with_rows_of, 128)
 
     def error(self, rows: int = 4) -> float:
         """Largest difference from fp32 torch over the largest value, of the first and last requests."""
@@ -197,113 +173,16 @@ def decode_row(shape: Shape, rate: float, flashinfer: bool, variants: bool) -> d
     calls = max(case.layers, 4)
     own = time_call(case.over_layers(case.decode), calls=calls)
     row |= {"us": own, "TB/s": shape.bytes / own / 1e6, "of copy rate": shape.bytes / own / rate}
-    for name, call in itertools.chain(case.variants() if variants else (), case.peers(flashinfer)):
+    for name, variant in attention_variants.of(shape.cache.itemsize).items() if variants else ():
+        with variant(case):
+            row[name] = time_call(case.over_layers(case.decode), calls=calls)
+    for name, call in case.peers(flashinfer):
         try:
             row[name] = time_call(case.over_layers(call), calls=calls)
         except Exception as error:
             traceback.print_exc()
             row[name] = f"failed: {str(error)[:80]}"
     return row
-
-
-def prefill_row(tokens: int, prefix: int, sequences: int, window: int | None, flashinfer: bool) -> dict[str, Any]:
-    """Chunks of GPT-OSS's heads. Peers get keys that are gathered already, and no sinks."""
-    query_heads, key_heads, head_dim = 64, 8, 64
-    first = 0 if window is None else max(0, prefix - window + 1)
-    held = prefix + tokens - first
-    keys, values = torch.randn(2, sequences * held, key_heads, head_dim, device=CUDA).bfloat16()
-    q = torch.randn(sequences * tokens, query_heads, head_dim, device=CUDA).bfloat16()
-    slots = torch.randperm(sequences * held, device=CUDA)
-    starts = torch.arange(sequences + 1, device=CUDA, dtype=torch.int32)
-    sinks = torch.randn(query_heads, device=CUDA)
-    own = partial(
-        prefill, q, keys, values, slots, starts * tokens, starts * held, sinks, most_queries=tokens, most_keys=held,
-        window=window, scale=0.125,
-    )  # fmt: skip
-    us = time_call(own, calls=4)
-    seen = [min(prefix + i + 1, window or 1 << 30) for i in range(tokens)]
-    operations = 4 * sequences * sum(seen) * query_heads * head_dim
-    shape = f"{sequences} x {tokens} after {prefix}" + (f" window {window}" if window else "")
-    row: dict[str, Any] = {"what": "prefill", "shape": shape, "us": us, "TFLOP/s": operations / us / 1e6}
-    if importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute"):
-        try:
-            other = own(library="flash-attn-4").float()
-            row["difference of FA4"] = float((other - own().float()).abs().max() / other.abs().max())
-            row["with FA4"] = time_call(partial(own, library="flash-attn-4"), calls=4)
-        except Exception as error:
-            traceback.print_exc()
-            row["with FA4"] = f"failed: {str(error)[:80]}"
-    gathered = (q, keys, values, starts * tokens, starts * held, tokens, held, window)
-    for name, make in prefill_peers(sequences, prefix, window, flashinfer):
-        try:
-            peer = time_call(make(*gathered), calls=4)
-            row |= {name: peer, f"{name}, TFLOP/s": operations / peer / 1e6}
-        except Exception as error:
-            traceback.print_exc()
-            row[name] = f"failed: {str(error)[:80]}"
-    return row
-
-
-def prefill_peers(
-    sequences: int, prefix: int, window: int | None, flashinfer: bool
-) -> Iterator[tuple[str, Callable[..., Call]]]:
-    """Those that can compute the case, each as a function that makes the call."""
-    yield "torch flash", flash_prefill
-    if sequences == 1 and prefix == 0 and window is None:
-        yield "cuDNN", cudnn_prefill
-    if flashinfer:
-        yield "FlashInfer FA2", partial(flashinfer_prefill, "fa2")
-        yield "FlashInfer FA3", partial(flashinfer_prefill, "fa3")
-    if importlib.util.find_spec("flash_attn_interface"):
-        yield "FA3", flash3_prefill
-
-
-def flash_prefill(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, query_starts: torch.Tensor, key_starts: torch.Tensor,
-    tokens: int, held: int, window: int | None,
-) -> Call:  # fmt: skip
-    """What `paged_prefill` calls."""
-    return partial(
-        torch.ops.aten._flash_attention_forward, q, keys, values, query_starts, key_starts, tokens, held, 0.0, True,
-        False, scale=0.125, window_size_left=-1 if window is None else window - 1, window_size_right=0,
-    )  # fmt: skip
-
-
-def cudnn_prefill(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_: Any) -> Call:
-    """With log-sum-exps, into which sinks could be put. Key heads are repeated: the operator takes no groups."""
-    group = q.shape[1] // keys.shape[1]
-    q, keys, values = (x.transpose(0, 1)[None] for x in (q, *(x.repeat_interleave(group, 1) for x in (keys, values))))
-    return partial(
-        torch.ops.aten._scaled_dot_product_cudnn_attention, q, keys, values, None, True, 0.0, True, scale=0.125
-    )
-
-
-def flashinfer_prefill(
-    backend: str, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, query_starts: torch.Tensor,
-    key_starts: torch.Tensor, tokens: int, held: int, window: int | None,
-) -> Call:  # fmt: skip
-    import flashinfer  # noqa: PLC0415
-
-    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
-        torch.empty(256 << 20, dtype=torch.uint8, device=CUDA), "NHD", backend=backend
-    )
-    wrapper.plan(
-        query_starts, key_starts, q.shape[1], keys.shape[1], q.shape[2], causal=True, sm_scale=0.125,
-        window_left=-1 if window is None else window - 1, q_data_type=torch.bfloat16,
-    )  # fmt: skip
-    return partial(wrapper.run, q, keys, values, return_lse=True)
-
-
-def flash3_prefill(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, query_starts: torch.Tensor, key_starts: torch.Tensor,
-    tokens: int, held: int, window: int | None,
-) -> Call:  # fmt: skip
-    from flash_attn_interface import flash_attn_varlen_func  # noqa: PLC0415
-
-    return partial(
-        flash_attn_varlen_func, q, keys, values, query_starts, key_starts, tokens, held, softmax_scale=0.125,
-        causal=True, window_size=(-1 if window is None else window - 1, 0 if window else -1),
-    )  # fmt: skip
 
 
 def cases(rate: float, flashinfer: bool, variants: bool) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
@@ -330,7 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="benchmarks/results/h200", type=Path)
     parser.add_argument("--only", default="", help="cases whose name has this text")
-    parser.add_argument("--variants", action="store_true", help="what was before, and changes to what is")
+    parser.add_argument("--variants", action="store_true", help="other bytes a row; copies alone; blocks in order")
     parser.add_argument("--flashinfer", action="store_true")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -8,12 +8,13 @@ so that a section that fails loses no other. Section `vdev`, torch's all_to_all_
 it alone. `--budget` bounds the checks. `--models`: those whose names contain one of these; `--tokens`: in place of each
 section's own. Kernels are compiled first, by all CPU cores (`--build sm_90a` does so without a GPU and stops). Times
 are medians of CUDA graph replays in microseconds, of the slowest rank; combine is the pair's time less dispatch's. The
-floors are the bytes that must cross NVLink at the rate that this run's own copies reach, both ways at once.
+floors are the bytes that must cross NVLink at the rate that this run's own copies reach, both ways at once. Column
+`back`: all results come back to their token's rank, or one sum from each rank (`AllToAllConfig.partial_sums`).
 
     checks    fresh routing, bounds and delays every replay
     times     every model and size, beside NCCL
     forms     few tokens: results as packets and as plain rows, rows quantised by dispatch and by a launch before
-    prefill   4,096 tokens: one launch that sends and takes or halves, chunks of 8 and 16 tokens, shares of senders
+    prefill   4,096 tokens: chunks of 8 and 16 tokens, shares of senders
     chain     step after step with nothing that aligns the ranks
     dead      a rank misses a call
 """

@@ -110,14 +110,29 @@ def expected_rows(model: Model, inputs: list[Inputs], local: range) -> tuple[Ten
     return counts, x, scales
 
 
-def expected_out(model: Model, one: Inputs) -> Tensor:
-    """Of experts that give their rows back, in bf16; dead rows are zero."""
+def expected_out(model: Model, one: Inputs, owners: Tensor, partial_sums: bool) -> Tensor:
+    """Of experts that give their rows back, in bf16; dead rows are zero. owners: [tokens, top_k], the ranks of the
+    experts, −1 for none.
+    """
     x = one.travelling(model)[0].to(BF16).float()
-    total = torch.zeros(x.shape, device=x.device)
-    for j in range(model.top_k):
-        total = torch.where(one.ids[:, j, None] >= 0, total + one.weights[:, j, None] * x, total)
+    if partial_sums:
+        total = torch.zeros(x.shape, device=x.device)
+        for j in range(model.top_k):
+            rank = owners[:, j, None]
+            first = (rank >= 0) & (owners[:, :j] != rank).all(1, keepdim=True)
+            total = torch.where(first, total + weighted_sum(x, one.weights, owners == rank).to(BF16).float(), total)
+    else:
+        total = weighted_sum(x, one.weights, owners >= 0)
     total[int(one.live) :] = 0
     return total.to(BF16)
+
+
+def weighted_sum(x: Tensor, weights: Tensor, counted: Tensor) -> Tensor:
+    """fp32, over the places that are `counted`, in their order."""
+    total = torch.zeros(x.shape, device=x.device)
+    for j in range(weights.shape[1]):
+        total = torch.where(counted[:, j, None], total + weights[:, j, None] * x, total)
+    return total
 
 
 class Varied(NvLink):
@@ -166,12 +181,6 @@ class Layer:
         handle = self.moe.dispatch_send(one.x, Routing(one.ids, one.weights), scales=one.scales, rows=one.live)
         return self.moe.dispatch_recv(handle)
 
-    def exchange_halves(self) -> None:
-        """As `exchange`, by halves: nothing of one rank is taken while it still sends."""
-        dispatched = self.halves()
-        self.moe.combine_send(self.expert_out, dispatched)
-        self.moe.combine_recv(dispatched, out=self.out)
-
     def exchange(self) -> None:
         """Dispatch and combine of results that are there already."""
         self.moe.combine(self.expert_out, self.dispatch(), out=self.out)
@@ -209,17 +218,28 @@ class Layer:
             return "rows"
         if scales is not None and got.scales is not None and not torch.equal(got.scales[: len(x)], scales):
             return "scales"
-        expected = expected_out(self.model, everyone[self.group.rank])
+        mine = everyone[self.group.rank]
+        expected = expected_out(self.model, mine, self.owners(mine.ids), self.moe.layout.partial_sums)
         if not torch.equal(self.out.view(torch.int16), expected.view(torch.int16)):
             return "sums"
         return ""
 
+    @property
+    def back(self) -> str:
+        """What comes back of a token."""
+        return "a sum a rank" if self.moe.layout.partial_sums else "all results"
+
+    def owners(self, ids: Tensor) -> Tensor:
+        """The rank of each expert, −1 for none."""
+        ends = [self.moe.layout.first_expert(rank + 1) for rank in range(self.group.size)]
+        ranks = torch.bucketize(ids.long(), torch.tensor(ends, device=self.device), right=True)
+        return torch.where(ids >= 0, ranks, -1)
+
     def moved(self) -> tuple[int, int]:
         """Bytes that this rank must send to others in a dispatch, one copy a rank, and gets back in a combine."""
-        layout = self.moe.layout
-        ids, size = self.inputs.ids.long(), self.group.size
-        first = torch.tensor([layout.first_expert(rank + 1) for rank in range(size)], device=self.device)
-        owners = torch.bucketize(ids, first, right=True)
-        remote = owners != self.group.rank
-        records = sum(int(((owners == rank).any(1)).sum()) for rank in range(size) if rank != self.group.rank)
-        return records * (layout.row_bytes + layout.scale_bytes), int(remote.sum()) * layout.result_bytes
+        layout, owners = self.moe.layout, self.owners(self.inputs.ids)
+        others = [rank for rank in range(self.group.size) if rank != self.group.rank]
+        records = sum(int(((owners == rank).any(1)).sum()) for rank in others)
+        pairs = sum(int((owners == rank).sum()) for rank in others)
+        back = records if layout.partial_sums else pairs
+        return records * (layout.row_bytes + layout.scale_bytes), back * layout.result_bytes

@@ -4,7 +4,8 @@
     srun --mpi=pmix … python -m benchmarks.exchange_nodes --device cpu
 
 One rank a GPU (or, with `--device cpu`, MPI ranks). Each round has fresh random routing. A round is dispatch, a
-stand-in for the experts (expert e multiplies by e % 7 + 1), and combine; ranks run free, as in a model. Rank 0 prints
+stand-in for the experts (expert e multiplies by e % 7 + 1), and combine; ranks run free, as in a model. One exchange,
+for the largest number of tokens, serves all. Rank 0 prints
 one line a number of tokens, with the median and the 99th percentile over rounds of the slowest rank's time, from the
 call on the host to the end on the GPU: launches and all, without graphs.
 docs/infiniband.md says how to read it.
@@ -27,8 +28,6 @@ from rose_dist.comm.layout import Layout
 from rose_dist.comm.symmetric_memory import SymmetricMemory
 from rose_dist.comm.world import Groups, World
 
-WARM_UP = 16
-
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -37,36 +36,41 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=512)
+    parser.add_argument("--checked", type=int, default=16, help="Rounds before those, compared bit by bit")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--force-remote", type=int, help="Take every so many ranks of a host for a node of their own")
     parser.add_argument("--json", action="store_true", help="One object a line")
     arguments = parser.parse_args()
     with World.join() as world:
         groups = world.groups(Layout.of(world.size), arguments.force_remote)
-        for tokens in arguments.tokens or (1, 8, 64, 128):
-            run(world, groups, tokens, arguments)
+        sizes = arguments.tokens or [1, 8, 64, 128]
+        config = AllToAllConfig(
+            num_experts=arguments.experts, top_k=arguments.top_k, hidden=arguments.hidden, max_tokens=max(sizes),
+            dtype=torch.bfloat16,
+        )  # fmt: skip
+        device = torch.device("cpu") if arguments.device == "cpu" else torch.device("cuda", world.local_rank)
+        exchange, memory = build(config, groups, device)
+        for tokens in sizes:
+            run(exchange, config, groups, tokens, device, arguments)
+        if memory is not None:
+            memory.close()
 
 
-def run(world: World, groups: Groups, tokens: int, arguments: argparse.Namespace) -> None:
-    config = AllToAllConfig(
-        num_experts=arguments.experts, top_k=arguments.top_k, hidden=arguments.hidden, max_tokens=tokens,
-        dtype=torch.bfloat16,
-    )  # fmt: skip
-    device = torch.device("cpu") if arguments.device == "cpu" else torch.device("cuda", world.local_rank)
-    exchange, memory = build(config, groups, device)
+def run(
+    exchange: AllToAll, config: AllToAllConfig, groups: Groups, tokens: int, device: torch.device,
+    arguments: argparse.Namespace,
+) -> None:  # fmt: skip
     times = []
-    for number in range(WARM_UP + arguments.rounds):
+    for number in range(arguments.checked + arguments.rounds):
         given = batch(config, tokens, groups.ep.rank, number, device)
         seconds, out = one_round(exchange, *given)
-        if number < WARM_UP:
+        if number < arguments.checked:
             check(given, out)
         else:
             times.append(seconds)
     slowest = np.max(groups.ep.all_gather_objects(times), axis=0) * 1e6
     if groups.ep.rank == 0:
         report(type(exchange).__name__, groups, tokens, slowest, arguments)
-    if memory is not None:
-        memory.close()
 
 
 def build(config: AllToAllConfig, groups: Groups, device: torch.device) -> tuple[AllToAll, SymmetricMemory | None]:
@@ -98,7 +102,9 @@ def one_round(exchange: AllToAll, x: torch.Tensor, routing: Routing) -> tuple[fl
     expert = torch.bucketize(rows, dispatched.offsets[1:], right=True) + exchange.local_experts.start
     exchange.combine(dispatched.x * factor(expert)[:, None].to(x.dtype), dispatched, out=out)
     wait(x)
-    return time.perf_counter() - started, out
+    seconds = time.perf_counter() - started
+    exchange.check()
+    return seconds, out
 
 
 def wait(tensor: torch.Tensor) -> None:
@@ -124,7 +130,8 @@ def check(given: tuple[torch.Tensor, Routing], out: torch.Tensor) -> None:
 def report(name: str, groups: Groups, tokens: int, times: Any, arguments: argparse.Namespace) -> None:
     figures = {
         "exchange": name, "ranks": groups.ep.size, "nodes": groups.topology.node_count, "tokens": tokens,
-        "hidden": arguments.hidden, "top_k": arguments.top_k, "experts": arguments.experts,
+        "checked": arguments.checked, "hidden": arguments.hidden, "top_k": arguments.top_k,
+        "experts": arguments.experts,
         "p50_us": round(float(np.median(times)), 1), "p99_us": round(float(np.percentile(times, 99)), 1),
     }  # fmt: skip
     line = ", ".join(f"{key} {value}" for key, value in figures.items())

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -33,15 +33,20 @@ STEPS = 512
 CHAINED = (1, 8, 64, 128)
 FORMS = (16, 32, 64, 128, 256)
 SECTIONS = ("checks", "times", "chain", "dead")
+PARTIAL = {"partial_sums": True}
 AS_PACKETS, AS_ROWS = {"most_result_packet_bytes": 1 << 40}, {"most_result_packet_bytes": 0}
-WIDER_CHUNKS = {"chunk": 16}
-VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {"forms": (AS_PACKETS, AS_ROWS), "prefill": ({}, WIDER_CHUNKS)}
+CHUNKS = ({"chunk": 8}, {"chunk": 16})
+VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
+    "checks": ({}, PARTIAL), "times": ({}, PARTIAL), "chain": ({}, PARTIAL),
+    "forms": (AS_PACKETS, AS_ROWS, AS_PACKETS | PARTIAL, AS_ROWS | PARTIAL),
+    "prefill": (*CHUNKS, *(chunk | PARTIAL for chunk in CHUNKS)),
+}  # fmt: skip
 """Layouts of each section; of the others, the usual one."""
 MOST_TOKENS = {"forms": max(FORMS), "dead": 8}
 """That each section's layouts are built for."""
 SHARES = (0.17, 0.25, 0.33, 0.5)
 """Of the blocks, that send."""
-HEAP = 10 << 30
+HEAP = 16 << 30
 
 
 class Rank:
@@ -98,12 +103,14 @@ class Rank:
         """Graph replays and eager halves with fresh routing, bounds and random delays, to the bit."""
         rows = []
         for model in self.models:
-            layer, sizes = self.layer(model, "checks"), self.sizes(CHECKED)
-            for tokens in sizes:
-                for name in ("one launch", "halves"):
-                    share = budget_s / len(self.models) / len(sizes) / 2
-                    rows.append(self.check(layer.resized(tokens), name, share))
-                    self.say(rows[-1])
+            sizes = self.sizes(CHECKED)
+            for changes in VARIANTS["checks"]:
+                layer = self.layer(model, "checks", changes)
+                for tokens in sizes:
+                    for name in ("one launch", "halves"):
+                        share = budget_s / len(self.models) / len(sizes) / 4
+                        rows.append(self.check(layer.resized(tokens), name, share))
+                        self.say(rows[-1])
         return rows
 
     def check(self, layer: Layer, name: str, budget_s: float) -> dict[str, Any]:
@@ -122,7 +129,7 @@ class Rank:
             problem = next((text for text, _ in said if text), "")
             if any(over for _, over in said):
                 break
-        line = {"model": layer.model.name, "tokens": layer.tokens, "how": name, "replays": count}
+        line = {"model": layer.model.name, "back": layer.back, "tokens": layer.tokens, "how": name, "replays": count}
         return line | {"wrong": problem or 0}
 
     # --- Times --------------------------------------------------------------------------------------------------------
@@ -131,24 +138,23 @@ class Rank:
         del budget_s
         rows = []
         for model in self.models:
-            layer = self.layer(model, "times")
+            layers = [self.layer(model, "times", changes) for changes in VARIANTS["times"]]
             for tokens in self.sizes(TOKENS):
-                one = layer.resized(tokens)
-                line = self.line(one)
-                for name, call in self.others(one).items():
-                    line[name] = self.time(call, 20 if tokens <= 256 else 4)
-                rows.append(line)
-                self.say(line)
-                layer.moe.check()
+                others = {
+                    name: self.time(call, 20 if tokens <= 256 else 4)
+                    for name, call in self.others(layers[0].resized(tokens)).items()
+                }
+                for layer in layers:
+                    rows.append(self.line(layer.resized(tokens)) | others)
+                    self.say(rows[-1])
+                    layer.moe.check()
         return rows
 
-    def line(self, layer: Layer, how: str = "") -> dict[str, Any]:
+    def line(self, layer: Layer) -> dict[str, Any]:
         calls = 20 if layer.tokens <= 256 else 4
-        halves = how == "halves"
         floors = [max(self.control.all_gather_objects(size)) / self.rate for size in layer.moved()]
-        line: dict[str, Any] = {"model": layer.model.name, "tokens": layer.tokens}
-        dispatch = self.time(layer.halves if halves else layer.dispatch, calls)
-        pair = self.time(layer.exchange_halves if halves else layer.exchange, calls)
+        line: dict[str, Any] = {"model": layer.model.name, "back": layer.back, "tokens": layer.tokens}
+        dispatch, pair = self.time(layer.dispatch, calls), self.time(layer.exchange, calls)
         line |= {"dispatch us": dispatch, "combine us": None if None in (dispatch, pair) else pair - dispatch}  # type: ignore[operator]
         line |= {"pair us": pair, "dispatch floor us": floors[0], "combine floor us": floors[1]}
         if pair:
@@ -161,10 +167,12 @@ class Rank:
         del budget_s
         rows = []
         for model in self.models:
-            for results, changes in zip(("packets", "plain rows"), VARIANTS["forms"], strict=True):
+            for changes in VARIANTS["forms"]:
                 layer = self.layer(model, "forms", changes)
+                packets = changes["most_result_packet_bytes"] > 0
                 for tokens in self.sizes(FORMS):
-                    rows.append({"results": results} | self.line(layer.resized(tokens)))
+                    results = {"results": "packets" if packets else "plain rows"}
+                    rows.append(results | self.line(layer.resized(tokens)))
                     if model.fused and changes is AS_ROWS:
                         rows[-1]["quantise us"] = self.time(
                             functools.partial(quantize, layer.resized(tokens).inputs.x, FP8)
@@ -174,7 +182,7 @@ class Rank:
         return rows
 
     def prefill(self, budget_s: float) -> list[dict[str, Any]]:
-        """What the overlap is worth, and how it is best shared out."""
+        """How sending and taking are best shared out."""
         del budget_s
         rows = []
         for model in self.models:
@@ -184,11 +192,9 @@ class Rank:
                 usual = exchange.pushers
                 for tokens in self.sizes((max(TOKENS),)):
                     one = layer.resized(tokens)
-                    for share in (None, *SHARES):
-                        how = "halves" if share is None else f"{share:.0%} of the blocks send"
-                        if share is not None:
-                            exchange.pushers = (int(self.sms * share),) * 2
-                        rows.append({"chunk": chunk, "how": how} | self.line(one, how))
+                    for share in SHARES:
+                        exchange.pushers = (int(self.sms * share),) * 2
+                        rows.append({"chunk": chunk, "blocks that send": f"{share:.0%}"} | self.line(one))
                         self.say(rows[-1])
                         layer.moe.check()
                     exchange.pushers = usual
@@ -248,8 +254,8 @@ class Rank:
         del budget_s
         rows = []
         for model in self.models:
-            for tokens in self.sizes(CHAINED):
-                layer = self.layer(model, "chain").resized(tokens)
+            for changes, tokens in product(VARIANTS["chain"], self.sizes(CHAINED)):
+                layer = self.layer(model, "chain", changes).resized(tokens)
                 graph = captured(layer)
                 self.control.meet()
                 events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
@@ -264,8 +270,8 @@ class Rank:
                 said = self.control.all_gather_objects((statistics.median(steps), steps[int(len(steps) * 0.99)]))
                 p50, p99 = (max(values) for values in zip(*said, strict=True))
                 rows.append({
-                    "model": model.name, "tokens": tokens, "steps": STEPS, "p50 us": p50, "p99 us": p99,
-                    "p99 / p50": p99 / p50,
+                    "model": model.name, "back": layer.back, "tokens": tokens, "steps": STEPS, "p50 us": p50,
+                    "p99 us": p99, "p99 / p50": p99 / p50,
                 })  # fmt: skip
                 self.say(rows[-1])
         return rows

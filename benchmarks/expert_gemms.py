@@ -1,6 +1,6 @@
 """The kernels of MXFP4 expert layers with many rows, gpt-oss-120b, side by side, at the sizes of prompts.
 
-    python -m benchmarks.expert_gemms [--tokens 512 1024 4096] [--out benchmarks/results]
+    python -m benchmarks.expert_gemms [--tokens 128 512 1024 4096] [--out benchmarks/results]
 
 Each is checked against fp32 first; a failed check ends the run. Routing is uniform, as in `benchmarks.experts`.
 """
@@ -11,6 +11,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,19 @@ from rose_dist.kernels.stream_tiling import EXPERT_SHAPES
 from rose_dist.kernels.swiglu import ALPHA
 from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES
 
-TOKENS = (512, 1024, 4096)
+TOKENS = (128, 512, 1024, 4096)
 FEW_ROWS_TOKENS = 1024
 """Above, the kernel of few rows streams the weights too often to be of interest."""
+UP_TO_64, UP_TO_128 = WARPGROUP_SHAPES.variants
+SHAPES = {
+    "warpgroups 64": UP_TO_64,
+    "two warpgroups 64": replace(UP_TO_64, stages=8, warpgroups=2, registers=(40, 232)),
+    "four warpgroups 32": replace(UP_TO_64, widths=(16, 32), warpgroups=4, registers=(64, 104)),
+    "warpgroups 128": UP_TO_128,
+}
 GEMMS: dict[str, Callable[..., None]] = {
     "warp": launch_warp_gemm,
-    "warpgroup 64": partial(launch_warpgroup_gemm, shape=WARPGROUP_SHAPES.variants[0]),
-    "warpgroup 128": partial(launch_warpgroup_gemm, shape=WARPGROUP_SHAPES.variants[1]),
+    **{name: partial(launch_warpgroup_gemm, shape=shape) for name, shape in SHAPES.items()},
 }
 """By the rows that they multiply at a time."""
 
@@ -40,7 +47,7 @@ def figures(layers: list[Layer], tokens: int, name: str, rate: float) -> dict[st
     torch.manual_seed(tokens)
     x, rows, _ = routed(tokens, layers[0].gate_up.experts)
     h, y = torch.empty_like(x), torch.empty_like(x)
-    shape = EXPERT_SHAPES.select(16)
+    shape = EXPERT_SHAPES.select(8)
 
     def call(layer: Layer, gated: bool) -> None:
         weight, bias = (layer.gate_up, layer.gate_up_bias) if gated else (layer.down, layer.down_bias)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -65,20 +66,22 @@ def variants(shape: StreamShape) -> tuple[Variant, ...]:
     """Of a kernel of few rows."""
     return (
         Variant("two launches", shape, together=False), Variant("one launch", shape),
-        Variant("one launch, 96 KB under way", replace(shape, in_flight=96 << 10)),
+        Variant("64 KB under way", replace(shape, in_flight=64 << 10)),
+        Variant("96 KB under way", replace(shape, in_flight=96 << 10)),
+        Variant("144 KB under way", replace(shape, in_flight=144 << 10)),
     )  # fmt: skip
 
 
-ONE, FOUR, EIGHT, SIXTEEN = EXPERT_SHAPES.variants
+ONE, FOUR, EIGHT = EXPERT_SHAPES.variants
 SWEEP: dict[int, tuple[Variant, ...]] = {
     1: variants(ONE),
     2: (*variants(ONE), Variant("4 rows", FOUR)),
     4: (*variants(ONE), Variant("4 rows", FOUR)),
     8: (*variants(FOUR), Variant("8 rows", EIGHT)),
     32: (*variants(FOUR), Variant("8 rows", EIGHT)),
-    64: (*variants(EIGHT), Variant("16 rows", SIXTEEN)),
-    128: (*variants(EIGHT), Variant("16 rows", SIXTEEN), Variant("many rows", None)),
-    512: (Variant("16 rows", SIXTEEN), Variant("many rows", None)),
+    64: variants(EIGHT),
+    128: (*variants(EIGHT), Variant("many rows", None)),
+    256: (Variant("8 rows", EIGHT), Variant("many rows", None)),
 }
 """By tokens."""
 
@@ -121,7 +124,7 @@ def routed(tokens: int, experts: int) -> tuple[torch.Tensor, ExpertRows, torch.T
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64, device=DEVICE), counts.long().cumsum(0)])
     x = torch.randn(tokens * TOP_K, HIDDEN, device=DEVICE).bfloat16()
     mean = tokens * TOP_K / experts
-    return x, ExpertRows(counts, offsets, max(1, round(mean + 3 * mean**0.5))), ids
+    return x, ExpertRows(counts, offsets, math.ceil(mean + 3 * mean**0.5)), ids
 
 
 def check(layer: Layer, tokens: int, experts: int) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -118,7 +119,7 @@ class Layer:
 def most_rows(tokens: int) -> int:
     """As the model's layers expect of the largest expert."""
     mean = tokens * TOP_K / EXPERTS
-    return max(1, round(mean + 3 * mean**0.5))
+    return math.ceil(mean + 3 * mean**0.5)
 
 
 def timed(layers: list[Layer], call: Callable[[Layer], Any]) -> float:

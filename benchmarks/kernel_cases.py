@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from benchmarks import kernel_variants
+from benchmarks import kernel_variants, row_copies
 from benchmarks.graphs import Call
+from benchmarks.kernel_variants import FEW_ROWS, Variant
 from rose_dist.kernels.embedding import embed
 from rose_dist.kernels.formats import FORMATS, FP8, MXFP8, NVFP4
 from rose_dist.kernels.qk_norm import PagedCache, qk_norm, qk_norm_rope_cache, rotate
@@ -38,7 +39,7 @@ class Case:
     peers: dict[str, Call] = field(default_factory=dict)
     compiled: Call | None = None
     """To be wrapped in torch.compile."""
-    variants: dict[str, Call] = field(default_factory=dict)
+    variants: dict[str, Variant] = field(default_factory=dict)
     """The same kernel in other tilings."""
 
 
@@ -58,41 +59,45 @@ def norms(peers: Peers) -> Iterator[Case]:
             total = x + residual
             return F.rms_norm(total, (hidden,), weight, EPS), total
 
-        call = functools.partial(rms_norm, x, weight, EPS)
-        yield Case(
-            "rms_norm", shape, call, 2 * size, {"torch": plain, **peers.norm(x, weight)}, plain,
-            kernel_variants.norms(rows, hidden, call),
-        )  # fmt: skip
-        call = functools.partial(add_rms_norm, x, residual, weight, EPS)
-        yield Case(
-            "add_rms_norm", shape, call, 4 * size, {"torch": added, **peers.add_norm(x, residual, weight)}, added,
-            kernel_variants.norms(rows, hidden, call),
-        )  # fmt: skip
-        if hidden % 128 == 0 or hidden == 2880:
-            for fmt in (FP8, MXFP8):
-                fused = functools.partial(rms_norm_quantized, x, weight, EPS, fmt, residual=residual)
+        def floors(kept_bytes: int, residual: Any, x: Any = x, rows: int = rows) -> dict[str, Call]:
+            return dict(row_copies.copies(x, kept_bytes, residual)) if rows < FEW_ROWS else {}
 
-                def apart(x: Any = x, residual: Any = residual, weight: Any = weight, fmt: Any = fmt) -> Any:
-                    normed, total = add_rms_norm(x, residual, weight, EPS)
-                    return quantize(normed, fmt), total
+        tilings = functools.partial(kernel_variants.norms, rows, hidden)
+        yield Case(
+            "rms_norm", shape, functools.partial(rms_norm, x, weight, EPS), 2 * size,
+            {"torch": plain, **peers.norm(x, weight), **floors(16, None)}, plain,
+            tilings(quantized=False, residual=False),
+        )  # fmt: skip
+        yield Case(
+            "add_rms_norm", shape, functools.partial(add_rms_norm, x, residual, weight, EPS), 4 * size,
+            {"torch": added, **peers.add_norm(x, residual, weight), **floors(16, residual)}, added,
+            tilings(quantized=False, residual=True),
+        )  # fmt: skip
+        for fmt in (FP8, MXFP8):
+            fused = functools.partial(rms_norm_quantized, x, weight, EPS, fmt, residual=residual)
 
-                moved = int(3.5 * size) + rows * fmt.blocks(hidden) * fmt.scale.bytes
-                yield Case(
-                    f"add_rms_norm_{fmt}", shape, fused, moved, {"ours apart": apart},
-                    variants=kernel_variants.quantized_norms(rows, hidden, fused),
-                )  # fmt: skip
-            fused = functools.partial(rms_norm_quantized, x, weight, EPS, FP8)
-            two = functools.partial(lambda x, weight: quantize(rms_norm(x, weight, EPS), FP8), x, weight)
-            moved = int(1.5 * size) + rows * FP8.blocks(hidden) * 4
+            def apart(x: Any = x, residual: Any = residual, weight: Any = weight, fmt: Any = fmt) -> Any:
+                normed, total = add_rms_norm(x, residual, weight, EPS)
+                return quantize(normed, fmt), total
+
+            moved = int(3.5 * size) + rows * fmt.blocks(hidden) * fmt.scale.bytes
             yield Case(
-                "rms_norm_fp8", shape, fused, moved, {"ours apart": two},
-                variants=kernel_variants.quantized_norms(rows, hidden, fused),
+                f"add_rms_norm_{fmt}", shape, fused, moved, {"ours apart": apart, **floors(8, residual)},
+                variants=tilings(quantized=True, residual=True),
             )  # fmt: skip
+        fused = functools.partial(rms_norm_quantized, x, weight, EPS, FP8)
+        two = functools.partial(lambda x, weight: quantize(rms_norm(x, weight, EPS), FP8), x, weight)
+        moved = int(1.5 * size) + rows * FP8.blocks(hidden) * 4
+        yield Case(
+            "rms_norm_fp8", shape, fused, moved, {"ours apart": two, **floors(8, None)},
+            variants=tilings(quantized=True, residual=False),
+        )  # fmt: skip
 
 
 def qk_norms(peers: Peers) -> Iterator[Case]:
     for tokens, query_heads, key_heads, head_dim in (
-        (1, 64, 8, 64), (64, 64, 8, 64), (14564, 64, 8, 64), (15421, 64, 4, 128), (43691, 16, 8, 256),
+        (1, 64, 8, 64), (64, 64, 8, 64), (14564, 64, 8, 64), (58256, 64, 8, 64), (15421, 64, 4, 128),
+        (43691, 16, 8, 256),
     ):  # fmt: skip
         heads = query_heads + 2 * key_heads
         fused = bf16(tokens, heads, head_dim)
@@ -128,10 +133,8 @@ def qk_norms(peers: Peers) -> Iterator[Case]:
                 cache.values.view(-1, *v.shape[1:]).index_copy_(0, cache.slots, v)
 
             moved = tokens * heads * head_dim * 4 + tokens * head_dim * 4
-            yield Case(
-                "qk_norm_rope_cache" if norm else "rope_cache", shape, call, moved, {"ours apart + torch": apart},
-                variants=kernel_variants.rotary(tokens, call),
-            )  # fmt: skip
+            name = "qk_norm_rope_cache" if norm else "rope_cache"
+            yield Case(name, shape, call, moved, {"ours apart + torch": apart})
 
 
 def activations(peers: Peers) -> Iterator[Case]:
@@ -150,15 +153,9 @@ def activations(peers: Peers) -> Iterator[Case]:
             return gate * torch.sigmoid(gate * 1.702) * (linear + 1)
 
         clamped = functools.partial(clamped_swiglu, x, limit=7.0, bias=bias, rows=which)
-        yield Case(
-            "clamped_swiglu + bias", shape, clamped, 3 * size, {"torch": swiglu}, swiglu,
-            kernel_variants.activations(rows, quantized=False, call=clamped),
-        )  # fmt: skip
+        yield Case("clamped_swiglu + bias", shape, clamped, 3 * size, {"torch": swiglu}, swiglu)
         plain = functools.partial(silu_mul, x)
-        yield Case(
-            "silu_mul", shape, plain, 3 * size, {"torch": silu, **peers.silu(x)}, silu,
-            kernel_variants.activations(rows, quantized=False, call=plain),
-        )  # fmt: skip
+        yield Case("silu_mul", shape, plain, 3 * size, {"torch": silu, **peers.silu(x)}, silu)
         for name, gate, one in (
             ("clamped_swiglu + bias", Gate.CLAMPED_SWIGLU, clamped),
             ("silu_mul", Gate.SILU, plain),
@@ -169,7 +166,7 @@ def activations(peers: Peers) -> Iterator[Case]:
             moved = int(2.5 * size) + rows * FP8.blocks(columns) * 4
             yield Case(
                 f"{name} + fp8", shape, fused, moved, {"ours apart": apart},
-                variants=kernel_variants.activations(rows, quantized=True, call=fused),
+                variants=kernel_variants.activations(rows),
             )  # fmt: skip
 
 
@@ -187,10 +184,7 @@ def quantisers(peers: Peers) -> Iterator[Case]:
                 return (blocks / scales[..., None]).to(torch.float8_e4m3fn), scales
 
             call = functools.partial(quantize, x, fmt, global_scale=scale)
-            yield Case(
-                f"quantize {fmt}", shape, call, moved, {}, torch_fp8 if fmt is FP8 else None,
-                kernel_variants.quantisers(rows, call),
-            )  # fmt: skip
+            yield Case(f"quantize {fmt}", shape, call, moved, {}, torch_fp8 if fmt is FP8 else None)
             call = functools.partial(dequantize, codes, scales, fmt, global_scale=scale)
             yield Case(f"dequantize {fmt}", shape, call, moved)
 
@@ -216,7 +210,7 @@ def routers(peers: Peers) -> Iterator[Case]:
                 same = {"torch (top-k, softmax)": topk} if router.score is not Score.SIGMOID and not counts else {}
                 yield Case(
                     name, f"{tokens}x{experts} top {router.k}", call, 0, same, topk if same else None,
-                    kernel_variants.routers(tokens, counts=counts, call=call),
+                    kernel_variants.routers(tokens, counts=counts),
                 )  # fmt: skip
 
 
@@ -288,4 +282,6 @@ class Peers:
         return {"FlashInfer": flashinfer}
 
 
-GROUPS = (norms, qk_norms, activations, quantisers, routers, embeddings)
+SECTIONS: dict[str, Callable[[Peers], Iterator[Case]]] = {
+    section.__name__: section for section in (norms, qk_norms, activations, quantisers, routers, embeddings)
+}

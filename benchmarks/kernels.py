@@ -2,9 +2,10 @@
 
     python -m benchmarks.kernels [--out benchmarks/results/h200] [--only TEXT[,TEXT]] [--no-compile] [--flashinfer DIR]
 
-`--only` takes the cases whose "kernel shape" holds one of the texts, as in `--only "quantize mxfp4,rms_norm_fp8"`, and
-writes kernels_selected instead of kernels. Writes the .json and the .md after every group of cases, so that an
-interrupted run keeps what it has. A time is the median over graph replays divided by the calls in the graph; the spread
+`--only` takes whole sections (norms, qk_norms, activations, quantisers, routers, embeddings, barrier, cold_start) and
+the cases whose "kernel shape" holds one of the texts, as in `--only "routers,barrier,rms_norm_fp8"`, and writes
+kernels_selected instead of kernels. Writes the .json and the .md after every section, so that an interrupted run keeps
+what it has. A time is the median over graph replays divided by the calls in the graph; the spread
 is the distance from the 10th to the 90th percentile. Peers: other tilings of the same kernel (`kernel_variants.py`),
 eager torch, torch.compile, quack if it can be imported, and FlashInfer's kernels if `--flashinfer` names a folder with
 its `norm` and `silu_and_mul` modules built as fi_norm.so and fi_silu.so.
@@ -13,13 +14,14 @@ its `norm` and `silu_and_mul` modules built as fi_norm.so and fi_silu.so.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import os
 import statistics
 import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,19 +29,14 @@ from typing import Any
 import torch
 
 from benchmarks.graphs import copy_rate
-from benchmarks.kernel_cases import CUDA, EPS, GROUPS, Call, Case, Peers, bf16
-from rose_dist.kernels import jit, launch, probe
-from rose_dist.kernels.embedding import embed
-from rose_dist.kernels.formats import FP8
-from rose_dist.kernels.qk_norm import PagedCache, qk_norm_rope_cache
-from rose_dist.kernels.quantize import quantize
-from rose_dist.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_quantized
-from rose_dist.kernels.routing import Router, route
-from rose_dist.kernels.swiglu import Gate, Rows, activate_quantized, clamped_swiglu
-from rose_dist.kernels.sync import WaitReport
+from benchmarks.grid_barrier import barriers
+from benchmarks.kernel_cases import SECTIONS, Call, Case, Peers
+from benchmarks.kernel_variants import Variant
+from benchmarks.row_cold_start import cold_start
 
 BIG = 1 << 28
 """Bytes of traffic from which on a kernel is compared with a copy."""
+BUDGET_S = 0.12
 COPIES = {"4 GiB": 4 << 30, "1 GiB": 1 << 30, "512 MiB": 512 << 20}
 
 
@@ -51,8 +48,8 @@ class Time:
     spread: float
 
 
-def time_call(call: Call, budget_s: float = 0.25) -> Time:
-    """Median over replays of a graph of several calls."""
+def calls_of(call: Call) -> int:
+    """How many calls a graph should have, so that its own launch counts little."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(3):
@@ -61,15 +58,20 @@ def time_call(call: Call, budget_s: float = 0.25) -> Time:
     start = time.perf_counter()
     call()
     torch.cuda.synchronize()
-    once = time.perf_counter() - start
-    calls = max(2, min(50, int(0.02 / once)))
+    return max(2, min(50, int(0.02 / (time.perf_counter() - start))))
+
+
+def time_call(call: Call, calls: int) -> Time:
+    """Median over replays of a graph of so many calls."""
+    call()
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = [call() for _ in range(calls)]
     del kept
     samples = []
-    until = time.perf_counter() + budget_s
-    while len(samples) < 10 or (time.perf_counter() < until and len(samples) < 200):
+    until = time.perf_counter() + BUDGET_S
+    while len(samples) < 12 or (time.perf_counter() < until and len(samples) < 200):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()
@@ -80,100 +82,37 @@ def time_call(call: Call, budget_s: float = 0.25) -> Time:
     return Time(statistics.median(samples[2:]), deciles[-1] - deciles[0])
 
 
-def barriers() -> dict[str, float]:
-    """us a grid barrier, by blocks: the difference of two launches with different numbers of them."""
-    arch = launch.device(torch.zeros(1, device=CUDA)).arch
-    report = WaitReport({probe.BARRIER_STAGE: "the grid barrier"})
-    result = {}
-    for blocks in (16, 66, torch.cuda.get_device_properties(0).multi_processor_count):
-        times = []
-        for repeats in (100, 1100):
-            loaded = jit.load(probe.GridBarriers(arch, repeats, work=False))
-            counter = torch.zeros(1, dtype=torch.int32, device=CUDA)
-            slots = torch.zeros(blocks, dtype=torch.int32, device=CUDA)
-            samples = []
-            for attempt in range(9):
-                base = attempt * blocks * repeats
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                launch.run(loaded, counter, counter, base, slots, report.address, 10**10, blocks)
-                end.record()
-                end.synchronize()
-                samples.append(begin.elapsed_time(end) * 1e3)
-            report.check()
-            times.append(statistics.median(samples))
-        result[str(blocks)] = (times[1] - times[0]) / 1000
-    return result
+def time_variant(variant: Variant, call: Call, calls: int) -> Time:
+    """In a graph of as many calls as the kernel's own."""
+    with variant():
+        return time_call(call, calls)
 
 
-COLD_START = """
-import time
-start = time.perf_counter()
-import torch
-torch.zeros(1, device="cuda")
-imported = time.perf_counter()
-from benchmarks import kernels
-loaded = time.perf_counter()
-count = kernels.gpt_oss_variants()
-torch.cuda.synchronize()
-done = time.perf_counter()
-print("RESULT", imported - start, loaded - imported, done - loaded, count)
-"""
-
-
-def gpt_oss_variants() -> int:
-    """Call everything that GPT-OSS-120b uses, at every range of rows. Returns how many kernels that loads."""
-    for rows in (1, 200, 2000):
-        x, weight = bf16(rows, 2880), bf16(2880)
-        rms_norm(x, weight, EPS)
-        add_rms_norm(x, x, weight, EPS)
-        fused = bf16(rows, 80, 64)
-        cos = torch.randn(rows, 32, device=CUDA)
-        slots = torch.arange(rows, device=CUDA)
-        cache = PagedCache(bf16(rows, 8, 64), bf16(rows, 8, 64), slots)
-        qk_norm_rope_cache(fused[:, :64], fused[:, 64:72], fused[:, 72:], cache, cos, cos, positions=slots)
-        experts = torch.zeros(rows, dtype=torch.int32, device=CUDA)
-        clamped_swiglu(bf16(rows, 5760), limit=7.0, bias=bf16(4, 5760), rows=Rows(experts=experts))
-        activate_quantized(Gate.CLAMPED_SWIGLU, bf16(rows, 5760), FP8, limit=7.0)
-        rms_norm_quantized(x, weight, EPS, FP8, residual=x)
-        quantize(x, FP8)
-        embed(slots, bf16(2000, 2880))
-        route(bf16(rows, 128), Router(4))
-        route(bf16(rows, 128), Router(4), counts=True)
-    return len(jit._loaded)
-
-
-def cold_start(folder: Path) -> dict[str, Any]:
-    """Seconds until all variants that GPT-OSS uses have run once, in a fresh process: compiled, then from disk."""
-    result = {}
-    command = [sys.executable, "-c", COLD_START]
-    environment = {**os.environ, "ROSE_KERNEL_CACHE": str(folder)}
-    for name in ("compiled", "from disk"):
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-        line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT")), None)
-        if line is None:
-            return {"failed": done.stderr[-2000:]}
-        _, torch_s, import_s, load_s, count = line.split()
-        seconds = {"torch_s": float(torch_s), "import_s": float(import_s), "load_s": float(load_s)}
-        result[name] = {**seconds, "kernels": int(count)}
-    return result
+def time_peer(call: Call) -> Time:
+    return time_call(call, calls_of(call))
 
 
 def measure(case: Case, compile_peers: bool) -> dict[str, Any]:
     """All times of one case; a peer that fails is noted, not fatal."""
-    own = time_call(case.call)
+    calls = calls_of(case.call)
+    own = time_call(case.call, calls)
     row: dict[str, Any] = {"kernel": case.kernel, "shape": case.shape, "bytes": case.bytes, "us": asdict(own)}
     row["tb_s"] = case.bytes / own.median / 1e6
     if case.bytes >= BIG:
         row["copy_tb_s"] = copy_rate(case.bytes, copies=4) / 1e6
-    row["peers"] = {}
-    calls = {**case.variants, **case.peers}
+    timed: dict[str, Callable[[], Time]] = {}
+    for name, variant in case.variants.items():
+        timed[name] = functools.partial(time_variant, variant, case.call, calls)
+    others = dict(case.peers)
     if case.compiled is not None and compile_peers:
         torch._dynamo.reset()
-        calls["torch.compile"] = torch.compile(case.compiled, dynamic=False)
-    for name, call in calls.items():
+        others["torch.compile"] = torch.compile(case.compiled, dynamic=False)
+    for name, call in others.items():
+        timed[name] = functools.partial(time_peer, call)
+    row["peers"] = {}
+    for name, time_it in timed.items():
         try:
-            row["peers"][name] = asdict(time_call(call, 0.15))
+            row["peers"][name] = asdict(time_it())
         except Exception as error:
             row["peers"][name] = {"failed": str(error)[:200]}
     return row
@@ -211,9 +150,10 @@ def table(result: dict[str, Any]) -> str:
             speed = f"{row['tb_s']:.2f} | {row['tb_s'] / rate:.0%} | {row['tb_s'] / row['copy_tb_s']:.0%}"
         us = f"{own:.2f} ({row['us']['spread']:.2f})"
         lines.append(f"| {row['kernel']} | {row['shape']} | {us} | {speed} | {peers} |")
-    extras = {"Grid barrier, us by blocks": "barrier_us", "Cold start of GPT-OSS's variants, s": "cold_start"}
+    extras = {"Grid barrier, us by blocks": "barrier", "Cold start of GPT-OSS's variants, s": "cold_start"}
     for title, key in extras.items():
-        lines += ["", f"{title}: `{json.dumps(result.get(key))}`"]
+        if key in result:
+            lines += ["", f"{title}: `{json.dumps(result[key])}`"]
     return "\n".join(lines) + "\n"
 
 
@@ -249,9 +189,14 @@ def main() -> None:
         (arguments.out / f"{name}.json").write_text(json.dumps(result, indent=1))
         (arguments.out / f"{name}.md").write_text(table(result))
 
-    for group in GROUPS:
-        for case in group(peers):
-            if not any(text in f"{case.kernel} {case.shape}" for text in arguments.only.split(",")):
+    extras = {"barrier": barriers, "cold_start": functools.partial(cold_start, arguments.out / ".cache")}
+    wanted = arguments.only.split(",")
+    whole = {*wanted} <= {*SECTIONS, *extras}
+    for section, cases in SECTIONS.items():
+        if whole and section not in wanted:
+            continue
+        for case in cases(peers):
+            if section not in wanted and not any(text in f"{case.kernel} {case.shape}" for text in wanted):
                 continue
             compile_peers = not arguments.no_compile and time.perf_counter() - started < arguments.compile_until
             try:
@@ -265,8 +210,8 @@ def main() -> None:
                 row = {"kernel": case.kernel, "shape": case.shape, "failed": f"{type(error).__name__}: {error}"}
             result["cases"].append(row)
         save()
-    if not arguments.only:
-        for key, function in (("barrier_us", barriers), ("cold_start", lambda: cold_start(arguments.out / ".cache"))):
+    for key, function in extras.items():
+        if key in wanted or not arguments.only:
             try:
                 result[key] = function()
             except Exception:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import settings
 
@@ -27,6 +30,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs {mark.args[0]} ranks, this job has {size}"))
         if (mark := item.get_closest_marker("gpu")) and mark.args[0] > (gpus := gpu_count()):
             item.add_marker(pytest.mark.skip(reason=f"needs {mark.args[0]} GPUs, there are {gpus}"))
+
+
+@pytest.fixture(autouse=True)
+def real_kernels_again(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No test gets launchers that an emulated GPU of a test before has left."""
+    yield
+    emulation = sys.modules.get("tests.kernels.emulation")
+    if emulation is not None and "monkeypatch" in request.fixturenames:
+        emulation.forget()
 
 
 def gpu_count() -> int:

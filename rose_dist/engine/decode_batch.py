@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rose_dist.engine.kv_cache import GroupSpec
 from rose_dist.engine.step import SequenceStep, Step
+from rose_dist.kernels.draw import NO_DRAW, RULE_WORDS
 from rose_dist.kernels.paged_attention import DecodeWorkspace
 from rose_dist.layers.attention_work import PagedDecode
 from rose_dist.layers.forward_batch import ForwardBatch, GroupBatch, KVStorage
@@ -39,9 +40,9 @@ class TableShape:
 class DecodeBatch:
     """Inputs for up to `rows` sequences of one token each.
 
-    A step writes its numbers into page-locked memory and sends them with one copy of each integer type; of the block
-    tables it sends the rows that have changed. Two such memories take turns: while a step fills one, the copy out of
-    the other may still be under way. The step before that must have ended, which whoever reads its tokens knows.
+    A step writes its numbers into page-locked memory and sends them with one copy; of the block tables it sends the
+    rows that have changed. Two such memories take turns: while a step fills one, the copy out of the other may still be
+    under way. The step before that must have ended, which whoever reads its tokens knows.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class DecodeBatch:
         self._workspace = workspace
         device = sampled.device
         groups = len(self.shapes)
-        # int64: token ids, positions and each group's slots. int32: each group's first blocks and lengths.
-        self._wide = _Input((2 + groups, rows), torch.int64, device)
-        self._narrow = _Input((2 * groups + 1, rows), torch.int32, device)
+        # int64: token ids, positions, each group's slots and the rules of drawing. Then int32, two lines in one: how
+        # many rows are live, and each group's first blocks and lengths.
+        self._wide_lines = 2 + groups + RULE_WORDS
+        self._numbers = _Input((self._wide_lines + groups + 1, rows), torch.int64, device)
         changes = sum(rows * (shape.width + 1) for shape in self.shapes)
         self._changes = _Input((changes,), torch.int32, device)
         self._tables = [torch.zeros(rows, shape.width, dtype=torch.int32, device=device) for shape in self.shapes]
@@ -63,8 +65,9 @@ class DecodeBatch:
 
     def forward_batch(self, size: int) -> ForwardBatch:
         """What the model takes for a batch of `size` rows; all tensors but the token ids stay at their place."""
-        wide, narrow = self._wide.device[:, :size], self._narrow.device[:, :size]
-        live = self._narrow.device[0, :1]
+        numbers = self._numbers.device
+        wide, narrow = numbers[:, :size], self._narrow(numbers)[:, :size]
+        live = narrow[0, :1]
         given = wide[0]
         token_ids = torch.where(given < 0, self._sampled[(-1 - given).clamp_(min=0)], given)
         groups = tuple(
@@ -82,11 +85,28 @@ class DecodeBatch:
         )  # fmt: skip
         return ForwardBatch(token_ids, wide[1], None, groups, live_rows=live)
 
-    def fill(self, step: Step, size: int) -> None:
-        """Send a step's inputs; rows of the `size` that it does not need get token 0 and write to the spare slot."""
+    def rules(self, size: int) -> Tensor:
+        """int64 [4, size], what `fill` was given."""
+        return self._numbers.device[self._wide_lines - RULE_WORDS : self._wide_lines, :size]
+
+    def _narrow(self, numbers: Tensor) -> Tensor:
+        """int32 [lines, rows], the part of the numbers that is."""
+        return numbers[self._wide_lines :].view(torch.int32).view(-1, self.rows)
+
+    def fill(self, step: Step, size: int, rules: npt.NDArray[np.int64] | None = None) -> None:
+        """Send a step's inputs; rows of the `size` that it does not need get token 0 and write to the spare slot.
+
+        Args:
+            rules: int64 [4, sequences], by which the step's tokens are drawn, see `DeviceDraw`; None: not at all.
+        """
         sequences = step.sequences
         count = len(sequences)
-        wide, narrow = self._wide.next(), self._narrow.next()
+        wide = self._numbers.next()
+        narrow = wide[self._wide_lines :].view(np.int32).reshape(-1, self.rows)
+        drawing = wide[self._wide_lines - RULE_WORDS : self._wide_lines]
+        drawing[:, :size] = NO_DRAW
+        if rules is not None:
+            drawing[:, :count] = rules
         narrow[0, 0] = count
         wide[:2, count:size] = 0
         wide[0, :count] = [sequence.tokens[0] for sequence in sequences]
@@ -101,8 +121,7 @@ class DecodeBatch:
             slots = wide[2 + group]
             slots[:count] = np.array(last, np.int64) * shape.block_size + starts % shape.block_size
             slots[count:size] = storage.spare
-        self._wide.send()
-        self._narrow.send()
+        self._numbers.send()
         self._send_tables(sequences)
 
     def _send_tables(self, sequences: Sequence[SequenceStep]) -> None:

@@ -7,10 +7,13 @@ import time
 from bisect import bisect_left
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from rose_dist.engine.decode_batch import DecodeBatch
+from rose_dist.engine.device_draw import DeviceDraw
 from rose_dist.engine.step import Step
 from rose_dist.models.gpt_oss import GptOssForCausalLM
 
@@ -18,10 +21,16 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeGraphs:
-    """A step takes the next size up. Sizes that are not captured are run as they are: on a CPU all."""
+    """A step takes the next size up. Sizes that are not captured are run as they are: on a CPU all.
 
-    def __init__(self, model: GptOssForCausalLM, batch: DecodeBatch, ladder: Sequence[int]) -> None:
+    On a GPU a step's tokens are drawn by the graph too, of the rows that have a rule.
+    """
+
+    def __init__(
+        self, model: GptOssForCausalLM, batch: DecodeBatch, ladder: Sequence[int], device_draw: DeviceDraw
+    ) -> None:
         self.batch = batch
+        self._device_draw = device_draw
         self.ladder = tuple(sorted(ladder))
         self._model = model
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
@@ -29,10 +38,10 @@ class DecodeGraphs:
     def size_for(self, sequences: int) -> int:
         return self.ladder[bisect_left(self.ladder, sequences)]
 
-    def run(self, step: Step) -> Tensor | None:
-        """fp32 [sequences, vocabulary]."""
+    def run(self, step: Step, rules: npt.NDArray[np.int64] | None = None) -> Tensor | None:
+        """fp32 [sequences, vocabulary]. `rules`: as for `DecodeBatch.fill`."""
         size = self.size_for(len(step.sequences))
-        self.batch.fill(step, size)
+        self.batch.fill(step, size, rules)
         if size in self._graphs:
             graph, logits = self._graphs[size]
             graph.replay()
@@ -42,6 +51,8 @@ class DecodeGraphs:
 
     def _forward(self, size: int) -> Tensor | None:
         logits: Tensor | None = self._model(self.batch.forward_batch(size))
+        if logits is not None and self._device_draw.fits(logits):
+            self._device_draw.draw(logits, self.batch.rules(size))
         return logits
 
     @torch.inference_mode()

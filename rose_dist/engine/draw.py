@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rose_dist.engine.protocol import SamplingParams
 from rose_dist.engine.request import Request
+from rose_dist.engine.transfer import to_device
 
 CANDIDATES = ((64, 128), (1024, 2048))
 """Largest top-k, and how many candidates serve it: more, so that equal logits at the end are cut alike."""
@@ -56,14 +57,12 @@ class DrawRules:
         chosen = [requests[row].generate.sampling for row in rows]
 
         def column(name: str, dtype: torch.dtype) -> Tensor:
-            return torch.tensor([[getattr(sampling, name)] for sampling in chosen], dtype=dtype).to(
-                device, non_blocking=True
-            )
+            return to_device(torch.tensor([[getattr(sampling, name)] for sampling in chosen], dtype=dtype), device)
 
         return DrawRules(
             kind,
             rows,
-            torch.tensor(rows).to(device, non_blocking=True),
+            to_device(torch.tensor(rows), device),
             column("temperature", torch.float64),
             column("top_k", torch.int64),
             column("top_p", torch.float64),
@@ -74,7 +73,7 @@ class DrawRules:
     def draw(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
         """int64 [n] of `logits` [requests, vocabulary]."""
         positions = np.array([requests[row].output_length for row in self.places], np.uint64)
-        numbers = torch.from_numpy(uniform(self.seeds, positions))[:, None].to(logits.device, non_blocking=True)
+        numbers = to_device(torch.from_numpy(uniform(self.seeds, positions))[:, None], logits.device)
         weights = torch.softmax(logits[self.rows].double() / self.temperature, -1)
         if self.candidates == 0:
             return self._draw_unsorted(weights, numbers)
@@ -122,8 +121,12 @@ def uniform(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) ->
 
     Two rounds of splitmix64's output function (Steele, Lea, Flood 2014) over both.
     """
-    mixed = _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN)
-    return (mixed >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)
+    return (bits(seeds, positions) >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)
+
+
+def bits(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The numbers of `uniform` times 2^64."""
+    return _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN) & ~np.uint64((1 << 11) - 1)
 
 
 def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

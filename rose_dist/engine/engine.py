@@ -53,7 +53,7 @@ class Engine:
         self.groups = groups
         self.leader = groups.tp.rank == 0
         self.runner = ModelRunner(model, config)
-        self._sampler = Sampler(self.runner.sampled)
+        self._sampler = Sampler(self.runner.device_draw)
         self._under_way: tuple[Plan, Drawn] | None = None
         self.max_context = self.runner.max_context
         kv = KVCache(self.runner.specs, config.block_size, config.prefix_cache)
@@ -188,11 +188,14 @@ class Engine:
                 self.groups.tp.broadcast_bytes(self._encoder.encode(step) if self.leader else None)
             )
         masks = None if self._under_way else self._start_masks(plan)
-        logits = self.runner.run(step)
+        early = self._sampler.early_rules(plan.sampling) if self.leader and self.runner.draws(step) else None
+        logits = self.runner.run(step, early)
         deliveries = self._settle()
         if logits is not None:
             masks = masks or self._start_masks(plan)
-            drawn = self._sampler.sample(logits, plan.sampling, None if masks is None else masks.result())
+            drawn = self._sampler.sample(
+                logits, plan.sampling, None if masks is None else masks.result(), drawn_early=early is not None
+            )
             self.scheduler.launched(plan)
             self._under_way = (plan, drawn)
         if self.config.overlap:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rose_dist.engine.request import Request
+from rose_dist.engine.transfer import to_device
 
 
 def adjusts(request: Request) -> bool:
@@ -57,5 +58,5 @@ def _additions(request: Request) -> list[tuple[int, float]]:
 
 def _moved(entries: list[tuple[int, int, float]], like: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
     rows, tokens, values = zip(*entries, strict=True)
-    places = torch.tensor([rows, tokens]).to(like.device, non_blocking=True)
-    return (places[0], places[1]), torch.tensor(values, dtype=like.dtype).to(like.device, non_blocking=True)
+    places = to_device(torch.tensor([rows, tokens]), like.device)
+    return (places[0], places[1]), to_device(torch.tensor(values, dtype=like.dtype), like.device)

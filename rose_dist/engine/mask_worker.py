@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rose_dist.engine.grammar import GrammarCompiler, GrammarError
 from rose_dist.engine.request import Request
+from rose_dist.engine.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Masks:
 
     def apply(self, logits: Tensor) -> None:
         """−inf where a grammar does not allow the token, in place."""
-        forbidden = self.forbidden[:, : logits.shape[1]].to(logits.device, non_blocking=True)
-        rows = torch.tensor(self.rows).to(logits.device, non_blocking=True)
+        forbidden = to_device(self.forbidden[:, : logits.shape[1]], logits.device)
+        rows = to_device(torch.tensor(self.rows), logits.device)
         logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)
 
 

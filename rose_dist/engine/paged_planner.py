@@ -11,6 +11,7 @@ import torch
 
 from rose_dist.engine.attention_planner import first_key, single_tokens, written_slots
 from rose_dist.engine.step import SequenceStep
+from rose_dist.engine.transfer import to_device
 from rose_dist.kernels.paged_attention import DecodeWorkspace
 from rose_dist.layers.attention_work import AttentionWork, PagedChunks, PagedDecode
 from rose_dist.layers.forward_batch import GroupBatch, KVStorage
@@ -70,7 +71,7 @@ class PagedPlanner:
         )
 
     def _move(self, array: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.storage.keys.device, non_blocking=True)
+        return to_device(torch.from_numpy(array), self.storage.keys.device)
 
 
 def _starts(lengths: list[int]) -> npt.NDArray[np.int32]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -11,10 +13,12 @@ from rose_dist.engine.attention_planner import AttentionPlanner, GatheringPlanne
 from rose_dist.engine.config import EngineConfig
 from rose_dist.engine.decode_batch import DecodeBatch, TableShape
 from rose_dist.engine.decode_graphs import DecodeGraphs
+from rose_dist.engine.device_draw import DeviceDraw
 from rose_dist.engine.kv_groups import group_specs, kv_bytes
 from rose_dist.engine.paged_planner import PagedPlanner
 from rose_dist.engine.prefill_graphs import PrefillGraphs
 from rose_dist.engine.step import SequenceStep, Step
+from rose_dist.engine.transfer import to_device
 from rose_dist.kernels.paged_attention import DecodeWorkspace
 from rose_dist.layers.forward_batch import ForwardBatch
 from rose_dist.models.gpt_oss import GptOssForCausalLM
@@ -41,6 +45,7 @@ class ModelRunner:
             for group, spec in zip(model.kv_groups, self.specs, strict=True)
         ]
         self.sampled = torch.zeros(config.max_running, dtype=torch.int64, device=config.device)
+        self.device_draw = DeviceDraw(self.sampled, model.config.vocab_size)
         self._workspace = self._decode_workspace()
         self._planners: list[AttentionPlanner] = [self._planner(number) for number in range(len(self.specs))]
         self._graphs = self._decode_graphs() if config.ladder else None
@@ -67,7 +72,7 @@ class ModelRunner:
     def _decode_graphs(self) -> DecodeGraphs:
         shapes = [TableShape.of(spec, self._block_size, self.max_context) for spec in self.specs]
         batch = DecodeBatch(max(self.config.ladder), shapes, self.storages, self.sampled, self._workspace)
-        return DecodeGraphs(self.model, batch, self.config.ladder)
+        return DecodeGraphs(self.model, batch, self.config.ladder, self.device_draw)
 
     @property
     def kv_bytes(self) -> int:
@@ -82,22 +87,31 @@ class ModelRunner:
         for tokens in sorted({min(tokens, most) for tokens in (*WARM_UP_TOKENS, most)}):
             blocks = list(range(-(-tokens // self._block_size)))
             prompt = [i % self.model.config.vocab_size for i in range(tokens)]
-            self.run(Step([SequenceStep(prompt, 0, [(0, blocks) for _ in self.specs], True)]))
+            logits = self.run(Step([SequenceStep(prompt, 0, [(0, blocks) for _ in self.specs], True)]))
+            if logits is not None:
+                self.device_draw.warm_up(logits)
         if self._graphs is not None:
             self._graphs.capture()
         if self._prefill_graphs is not None:
             self._prefill_graphs.capture()
 
+    def draws(self, step: Step) -> bool:
+        """Whether `run` can draw the step's tokens too."""
+        return self._graphs is not None and step.decodes_only and self.config.device.type == "cuda"
+
     @torch.inference_mode()
-    def run(self, step: Step) -> Tensor | None:
+    def run(self, step: Step, rules: npt.NDArray[np.int64] | None = None) -> Tensor | None:
         """Collective over the ranks that share experts or heads; an empty step takes part in their exchanges.
+
+        Args:
+            rules: int64 [4, sequences], see `DeviceDraw`; the tokens are then in `sampled`. Only where `draws` says so.
 
         Returns:
             fp32 [sequences that sample, vocabulary] on the first rank of the tensor-parallel group, None elsewhere.
             Valid until the next call.
         """
         if self._graphs is not None and step.decodes_only:
-            return self._graphs.run(step)
+            return self._graphs.run(step, rules)
         batch = self._batch(step)
         if self._prefill_graphs is not None and self._prefill_graphs.fits(step.token_count):
             return self._prefill_graphs.run(batch)
@@ -123,7 +137,7 @@ class ModelRunner:
         return ForwardBatch(ids, self._move(positions), self._move(last), groups)
 
     def _move(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self.config.device, non_blocking=True)
+        return to_device(torch.tensor(values, dtype=torch.int64), self.config.device)
 
 
 def known_tokens(ids: Tensor, sampled: Tensor) -> Tensor:

@@ -7,15 +7,20 @@ until the tokens are asked for.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rose_dist.engine.device_draw import DeviceDraw
 from rose_dist.engine.draw import DrawRules
 from rose_dist.engine.logit_rules import adjust, adjusts
 from rose_dist.engine.mask_worker import Masks
 from rose_dist.engine.protocol import TokenLogprobs
 from rose_dist.engine.request import Request
+from rose_dist.engine.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -44,34 +49,52 @@ class Drawn:
 
 
 class Sampler:
-    def __init__(self, sampled: Tensor) -> None:
-        """`sampled`: int64 [most rows], where the tokens drawn are left on the device."""
-        self._sampled = sampled
+    def __init__(self, device_draw: DeviceDraw) -> None:
+        """Tokens are left where `device_draw` leaves them."""
+        self._device_draw = device_draw
         self._rules: _Rules | None = None
 
+    def early_rules(self, requests: list[Request]) -> npt.NDArray[np.int64] | None:
+        """For `ModelRunner.run`, which then draws the tokens itself; None if that needs more than their logits."""
+        if any(request.grammar is not None or adjusts(request) for request in requests):
+            return None
+        return self._device_draw.rules(requests)
+
     @torch.inference_mode()
-    def sample(self, logits: Tensor, requests: list[Request], masks: Masks | None) -> Drawn:
+    def sample(
+        self, logits: Tensor, requests: list[Request], masks: Masks | None, *, drawn_early: bool = False
+    ) -> Drawn:
         """Draw the next token of each request.
 
         Args:
             logits: fp32 [requests, vocabulary]; overwritten.
             masks: of the requests that have a grammar; None if none has.
+            drawn_early: the tokens are there already.
         """
         if self._rules is None or self._rules.requests != requests:
             self._rules = _Rules.of(requests, logits)
         rules = self._rules
         plain = torch.log_softmax(logits[rules.logprob_rows], -1) if rules.logprob_counts else None
-        adjust(logits, requests, rules.adjusted)
-        if masks is not None:
-            masks.apply(logits)
-        tokens = logits.argmax(-1)
-        for group in rules.draws:
-            tokens[group.rows] = group.draw(logits, requests)
-        self._sampled[: len(requests)] = tokens
+        if drawn_early:
+            tokens = self._device_draw.sampled[: len(requests)]
+        else:
+            adjust(logits, requests, rules.adjusted)
+            if masks is not None:
+                masks.apply(logits)
+            tokens = self._draw(logits, requests, rules)
         logprobs = None
         if plain is not None:
             logprobs = _Logprobs.of(plain, tokens[rules.logprob_rows], rules)
         return Drawn(_to_host(tokens), logprobs, _arrival(tokens))
+
+    def _draw(self, logits: Tensor, requests: list[Request], rules: _Rules) -> Tensor:
+        if self._device_draw.fits(logits):
+            return self._device_draw.draw_for(logits, requests)
+        tokens = logits.argmax(-1)
+        for group in rules.draws:
+            tokens[group.rows] = group.draw(logits, requests)
+        self._device_draw.sampled[: len(requests)] = tokens
+        return tokens
 
 
 @dataclass(frozen=True)
@@ -84,7 +107,6 @@ class _Rules:
 
     requests: list[Request]
     adjusted: list[int]
-    draws: list[DrawRules]
     logprob_rows: Tensor
     logprob_counts: dict[int, int]
 
@@ -98,10 +120,14 @@ class _Rules:
         return _Rules(
             list(requests),
             [row for row, request in enumerate(requests) if adjusts(request)],
-            DrawRules.groups(requests, logits.device),
-            torch.tensor(list(wanted), dtype=torch.int64).to(logits.device, non_blocking=True),
+            to_device(torch.tensor(list(wanted), dtype=torch.int64), logits.device),
             wanted,
         )
+
+    @cached_property
+    def draws(self) -> list[DrawRules]:
+        """Where there is no kernel that draws."""
+        return DrawRules.groups(self.requests, self.logprob_rows.device)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ A rank sends a token once to every rank that holds any of its experts, as a reco
 
     meta    u32 [1 + top_k]: the token's number at its source, then for each place in its top k 0xFFFFFFFF if that
             expert is not the receiver's, else local expert << 20 | how many earlier (token, place) pairs of the same
-            source and expert there are
+            source and expert there are; with `partial_sums` then the weight of each place, fp32 [top_k]
 
 The records from one source to one destination stand in the order of tokens, without gaps (plain rows: without gaps in
 each chunk, which starts at `chunk` times its number). A source also sends every destination one header:
@@ -25,6 +25,9 @@ with more it sends plain rows, `chunk` tokens at a time, each chunk with a flag.
 place in the top k) of the source: of up to `result_packet_tokens` tokens as packets, of more as plain rows with a flag
 a token (`RETURNS`), of sources that sent plain rows with a flag a chunk. Each area has several copies, used in turn by
 epoch.
+
+With `partial_sums` a rank sends no results but their weighted sum, to the first of the token's places that are its own,
+so that areas and flags are the same; the source adds up what stands at those places.
 
 With `quantized`, a source that sends packets is given bf16 rows and quantises them as it sends. Its records' packets
 then carry units of 128 values: 32 words of codes and one word of scales, an fp32 or four bytes, are `UNIT_PACKETS`
@@ -62,17 +65,22 @@ from rose_dist.kernels.expert_slots import MAX_EXPERTS, MAX_K, MAX_PAIRS
 from rose_dist.kernels.formats import FP8, MXFP8, BlockFormat
 from rose_dist.kernels.memory_areas import ALIGNMENT, MemoryAreas, round_up
 from rose_dist.kernels.peer_regions import PACKET_BYTES, PACKET_WORDS, packets
+from rose_dist.kernels.variants import Ranges
 
 MAX_PEERS = 32
 """Ranks that may exchange; a token's destinations are the bits of one word."""
 PACKET_TOKENS = 256
 """Most tokens that travel as packets, which cost a third more bytes and save a flag's way."""
-CHUNK, NVLINK_CHUNK = 16, 8
-"""Tokens of plain rows that share a flag: across nodes, where it is a message, and within one."""
+CHUNK = 16
+"""Tokens of plain rows that share a flag, at most; so many across nodes, where it is a message."""
+NVLINK_CHUNKS = Ranges((0, 8193), (16, 8))
+"""The same within a node, by the bytes of a result (two H200, 4,096 tokens: 16 is 5 % faster at 5,760 bytes, 8 is 2 %
+faster at 14,336)."""
 PACKETS, ROWS, RETURNS = range(3)
 """In a header: records and results as packets; both as plain rows; records as packets and results as plain rows."""
-RESULT_PACKET_BYTES = 4 << 20
-"""Of a rank's results in packets, at most: packets send a third more, which from here on takes longer than a flag."""
+RESULT_PACKET_BYTES = 8 << 20
+"""Of a rank's results in packets, at most: packets send a third more, which from here on takes longer than a flag (two
+H200: packets are faster at 5.9 and 7.3 MB, plain rows at 14.7)."""
 HEADER_WORDS = 3
 UNIT_VALUES, UNIT_WORDS = 128, 33
 """Of a quantised record's row: values, and the words that carry their codes and scales."""
@@ -107,6 +115,8 @@ class ExchangeLayout(MemoryAreas):
     """Tokens of plain rows that share a flag."""
     quantized: BlockFormat | None = None
     """What a source of few tokens makes of bf16 rows as it sends them; None: rows travel as they are given."""
+    partial_sums: bool = False
+    """A rank's results for a token go back as one row, their sum."""
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -155,8 +165,13 @@ class ExchangeLayout(MemoryAreas):
         return packets(HEADER_WORDS + self.width)
 
     @property
+    def note_words(self) -> int:
+        """Of what a record's receiver keeps for combine: the places' rows, with `partial_sums` their weights too."""
+        return self.top_k * (2 if self.partial_sums else 1)
+
+    @property
     def meta_words(self) -> int:
-        return 1 + self.top_k
+        return 1 + self.note_words
 
     @property
     def meta_packets(self) -> int:
@@ -209,7 +224,8 @@ class ExchangeLayout(MemoryAreas):
     @property
     def result_packet_tokens(self) -> int:
         """Most tokens of a rank whose results come back as packets."""
-        return min(self.packet_tokens, self.most_result_packet_bytes // (self.top_k * self.result_bytes))
+        rows = min(self.top_k, self.ranks) if self.partial_sums else self.top_k
+        return min(self.packet_tokens, self.most_result_packet_bytes // (rows * self.result_bytes))
 
     @property
     def has_result_rows(self) -> bool:

@@ -17,11 +17,10 @@ PARTS = Ranges((0, 13, 51), (128, 512, 1024))
 """Most packets of a record that a block takes at a time, by tokens for every 100 SMs: with few tokens a record is
 spread over several blocks. At 1,024 a part takes 12 KB of shared memory."""
 
-
-DISPATCH_PUSHERS, COMBINE_PUSHERS = 1 / 3, 1 / 2
-"""Of the blocks of a launch that sends plain rows and takes them, the share that sends. A third of an H200's SMs has
-700 KB of loads in flight, twice what NVLink takes in a microsecond; fewer senders would finish chunks in better order,
-more would leave too few to pack rows at the memory's rate."""
+PUSHERS, SUM_PUSHERS = 1 / 3, 1 / 2
+"""Of the blocks of a launch that sends plain rows and takes them, the share that sends (two H200, 4,096 tokens: a third
+is best for both, a quarter and a half cost 2 to 6 % of the pair). With `partial_sums` a combine's senders read as
+much memory as the others."""
 
 
 @dataclass(frozen=True)

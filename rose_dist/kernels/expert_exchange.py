@@ -17,7 +17,7 @@ from rose_dist.kernels import checks, jit, launch
 from rose_dist.kernels.exchange_kernels import ExchangeKernels
 from rose_dist.kernels.exchange_layout import HEADER_WORDS, ExchangeLayout
 from rose_dist.kernels.exchange_order import SourceOrder
-from rose_dist.kernels.exchange_tiling import COMBINE_PUSHERS, DISPATCH_PUSHERS, PARTS, PacketTiling, record_tiling
+from rose_dist.kernels.exchange_tiling import PARTS, PUSHERS, SUM_PUSHERS, PacketTiling, record_tiling
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.moe_dispatch import LIMIT_NS
 from rose_dist.kernels.peer_regions import STAGES
@@ -42,8 +42,9 @@ class ReceivedRows:
     tokens: Tensor
     """int32 [ranks, max_records], each record's token."""
     slots: Tensor
-    """int32 [ranks + 1, max_records, top_k], the packed row of each place of a record; −1: not here, −2: no room. The
-    last: by token, of this rank's own tokens' places that are here; other places are from an earlier exchange or −1."""
+    """int32 [ranks + 1, max_records, note_words], the packed row of each place of a record; −1: not here, −2: no room.
+    With `partial_sums`, the bits of their weights follow. The last: by token, of this rank's own tokens' places that
+    are here; other places are from an earlier exchange or −1."""
     runs: Tensor
     """int32 [ranks, chunks], each chunk's records."""
 
@@ -55,7 +56,7 @@ def received_rows(layout: ExchangeLayout, packed: PackedLayout, device: torch.de
         return torch.empty(*shape, dtype=dtype, device=device)
 
     rows = packed_rows(layout, packed)
-    slots = empty(layout.ranks + 1, layout.max_records, layout.top_k, dtype=torch.int32)
+    slots = empty(layout.ranks + 1, layout.max_records, layout.note_words, dtype=torch.int32)
     slots[-1].fill_(-1)  # what a dispatch whose wait expired has left unwritten must not be an address
     return ReceivedRows(
         empty(rows, layout.row_bytes, dtype=torch.uint8),
@@ -95,7 +96,8 @@ class ExpertExchange:
         self._state = torch.empty(5, dtype=torch.int64, device=device).zero_()
         self._arch = launch.device(self._state).arch
         self._sms = sms
-        self.pushers = (max(1, int(sms * DISPATCH_PUSHERS)), max(1, int(sms * COMBINE_PUSHERS)))
+        shares = (PUSHERS, SUM_PUSHERS if layout.partial_sums else PUSHERS)
+        self.pushers = (max(1, int(sms * shares[0])), max(1, int(sms * shares[1])))
         """Blocks that send plain rows in a dispatch and in a combine, fewer than SMs."""
         self._peers = torch.empty(layout.ranks, dtype=torch.int64, device=device)
         self._peers.copy_(torch.tensor(regions))
@@ -121,32 +123,34 @@ class ExpertExchange:
         self.report.check()
 
     def dispatch(
-        self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None, out: ReceivedRows
-    ) -> None:
+        self, x: Tensor, scales: Tensor | None, ids: Tensor, weights: Tensor, tokens: int, live_rows: Tensor | None,
+        out: ReceivedRows,
+    ) -> None:  # fmt: skip
         """Both halves, in one launch where that goes."""
-        _check_inputs(x, scales, ids)
+        _check_inputs(x, scales, ids, weights)
         if tokens > self.layout.packet_tokens:
-            self._push_rows(x, scales, ids, tokens, live_rows, out)
+            self._push_rows(x, scales, ids, weights, tokens, live_rows, out)
         else:
-            self._dispatch((x, scales, ids, live_rows), tokens, out, True, True)
+            self._dispatch((x, scales, ids, weights, live_rows), tokens, out, True, True)
 
     def dispatch_send(
-        self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None
+        self, x: Tensor, scales: Tensor | None, ids: Tensor, weights: Tensor, tokens: int, live_rows: Tensor | None
     ) -> None:
-        """`x` [tokens, row], `ids` int32 [tokens, top_k]; live are the first `tokens` or fewer, if `live_rows`, int32
-        [1], says so. Where `fuses(tokens)`, `x` is bf16 and `scales` None.
+        """`x` [tokens, row], `ids` int32 and `weights` fp32 [tokens, top_k], the latter read with `partial_sums` only;
+        live are the first `tokens` or fewer, if `live_rows`, int32 [1], says so. Where `fuses(tokens)`, `x` is bf16 and
+        `scales` None.
         """
-        _check_inputs(x, scales, ids)
+        _check_inputs(x, scales, ids, weights)
         if tokens > self.layout.packet_tokens:
-            self._push_rows(x, scales, ids, tokens, live_rows)
+            self._push_rows(x, scales, ids, weights, tokens, live_rows)
         else:
-            self._dispatch((x, scales, ids, live_rows), tokens, None, True, False)
+            self._dispatch((x, scales, ids, weights, live_rows), tokens, None, True, False)
 
     def dispatch_receive(self, out: ReceivedRows, tokens: int) -> None:
         """What all ranks sent in their oldest dispatch that is not received yet; `tokens`: what this one sent, by which
         a shape is chosen.
         """
-        self._dispatch((None, None, None, None), tokens, out, False, True)
+        self._dispatch((None,) * 5, tokens, out, False, True)
 
     def combine(
         self, expert_out: Tensor, received: ReceivedRows, ids: Tensor, weights: Tensor, out: Tensor, *, tokens: int,
@@ -179,10 +183,9 @@ class ExpertExchange:
         most = PARTS.select(tokens * 100 // self._sms)
         tiling = record_tiling(self.layout, most)
         state = self._state.data_ptr()
-        x, scales, ids, live_rows = given
         launch.run(
-            _load(self._kernels.dispatch(most, send, receive)), self._state, x, scales, ids, live_rows, state + 32,
-            *_written(out), self._peers, self._own, state, state + 8, *self._wait, tokens,
+            _load(self._kernels.dispatch(most, send, receive)), self._state, *given, state + 32, *_written(out),
+            self._peers, self._own, state, state + 8, *self._wait, tokens,
             self._blocks(tokens * tiling.splits, receive),
         )  # fmt: skip
 
@@ -205,11 +208,12 @@ class ExpertExchange:
         )  # fmt: skip
 
     def _push_rows(
-        self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None,
+        self, x: Tensor, scales: Tensor | None, ids: Tensor, weights: Tensor, tokens: int, live_rows: Tensor | None,
         out: ReceivedRows | None = None,
     ) -> None:  # fmt: skip
         """With `out`, what all ranks send is taken by the same launch."""
-        self._launch_push((x, scales, ids, live_rows, *self._order(ids, tokens, live_rows, *self._wait)), tokens, out)
+        order = self._order(ids, tokens, live_rows, *self._wait)
+        self._launch_push((x, scales, ids, weights, live_rows, *order), tokens, out)
 
     def _launch_push(self, given: tuple[Tensor | None, ...], tokens: int, out: ReceivedRows | None) -> None:
         chunks, receive, state = -(-tokens // self.layout.chunk), out is not None, self._state.data_ptr()
@@ -263,9 +267,10 @@ def _check_out(out: Tensor) -> None:
     checks.dense("out", out)
 
 
-def _check_inputs(x: Tensor, scales: Tensor | None, ids: Tensor) -> None:
+def _check_inputs(x: Tensor, scales: Tensor | None, ids: Tensor, weights: Tensor) -> None:
     checks.dense("x", x)
     checks.dense("ids", ids, 4)
+    checks.dense("weights", weights, 4)
     if scales is not None:
         checks.dense("scales", scales, math.gcd(4, scales.shape[-1] * scales.element_size()))
 

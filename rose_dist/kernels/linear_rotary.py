@@ -19,8 +19,9 @@ def takes(weight: Tensor, head_dim: int, cache_dtype: torch.dtype) -> bool:
 
 
 def linear_rotary(
-    x: Tensor, weight: Tensor, bias: Tensor, key_heads: int, cos: Tensor, sin: Tensor, cache: PagedCache
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor, key_heads: int, cos: Tensor, sin: Tensor, cache: PagedCache, *,
+    ahead: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Project, rotate the NeoX halves of query and key heads, and write keys and values to the cache.
 
     Args:
@@ -30,6 +31,7 @@ def linear_rotary(
         bias: bf16 [heads · head_dim].
         cos, sin: fp32 [rows, head_dim / 2], already scaled by YaRN's concentration.
         cache: bf16 keys and values [slots, key heads, head_dim].
+        ahead: dense weights that a later launch reads, which are brought into L2.
 
     Returns:
         The queries, bf16 [rows, query heads, head_dim]. The projection is rounded before it is rotated, as
@@ -50,7 +52,8 @@ def linear_rotary(
     launcher = cute.launcher(launch.device(x).arch, weight.shape[1], head_dim)
     launch.run(
         launcher, x, x, x.stride(0), weight, bias, cos, sin, cache.slots, cache.keys, cache.values,
-        cache.keys.stride(0), cache.keys.stride(1), out, x.shape[0], query_heads, key_heads,
+        cache.keys.stride(0), cache.keys.stride(1), out, ahead, 0 if ahead is None else ahead.nbytes, x.shape[0],
+        query_heads, key_heads,
     )  # fmt: skip
     return out
 

@@ -90,10 +90,11 @@ def expert_linear(x: Tensor, weight: PackedMxfp4, bias: Tensor | None, rows: Exp
 
 
 def expert_mlp(
-    x: Tensor, gate_up: ExpertLayer, down: ExpertLayer, rows: ExpertRows, *, limit: float, alpha: float = ALPHA
-) -> Tensor:
+    x: Tensor, gate_up: ExpertLayer, down: ExpertLayer, rows: ExpertRows, *, limit: float, alpha: float = ALPHA,
+    ahead: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`expert_linear` of what `expert_swiglu` gives, to the bit. For few rows both go in one launch, where the layers
-    have the same columns.
+    have the same columns; it brings `ahead`, dense weights that a later launch reads, into L2.
     """
     few = x.is_cuda and x.shape[0] > 0 and rows.most < EXPERT_GEMM_ROWS
     if not few or gate_up.weight.columns != down.weight.columns:
@@ -102,7 +103,8 @@ def expert_mlp(
     h = torch.empty(x.shape[0], gate_up.weight.rows // 2, dtype=x.dtype, device=x.device)
     _check(h, *down, rows)
     out = torch.empty(x.shape[0], down.weight.rows, dtype=x.dtype, device=x.device)
-    launch_both(x, gate_up, h, down, out, rows, _few_rows_tiling(x, gate_up.weight, rows), alpha=alpha, limit=limit)
+    tiling = _few_rows_tiling(x, gate_up.weight, rows)
+    launch_both(x, gate_up, h, down, out, rows, tiling, alpha=alpha, limit=limit, ahead=ahead)
     return out
 
 
@@ -164,13 +166,13 @@ def launch_one(
     launcher = cute.launcher(device.arch, weight.experts, (weight.data.shape[1],), tiling, gated)
     launch.run(
         launcher, x, weight.data, weight.rescale, bias, x, rows.counts, rows.offsets, out, None, None, None, None, None,
-        0, 0, alpha, limit, device.sms,
+        0, 0, None, 0, alpha, limit, device.sms,
     )  # fmt: skip
 
 
 def launch_both(
     x: Tensor, gate_up: ExpertLayer, h: Tensor, down: ExpertLayer, out: Tensor, rows: ExpertRows, tiling: StreamTiling,
-    *, alpha: float, limit: float,
+    *, alpha: float, limit: float, ahead: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The same for both layers at once; `h` is what comes between them."""
     from rose_dist.kernels.cute import mxfp4_experts as cute  # noqa: PLC0415 - it loads the compiler
@@ -180,8 +182,8 @@ def launch_both(
     launcher = cute.launcher(device.arch, gate_up.weight.experts, tiles, tiling, gated=True)
     launch.run(
         launcher, x, gate_up.weight.data, gate_up.weight.rescale, gate_up.bias, x, rows.counts, rows.offsets, h,
-        down.weight.data, down.weight.rescale, down.bias, out, place.counter, place.report.address, LIMIT_NS, alpha,
-        limit, device.sms,
+        down.weight.data, down.weight.rescale, down.bias, out, place.counter, place.report.address, LIMIT_NS, ahead,
+        0 if ahead is None else ahead.nbytes, alpha, limit, device.sms,
     )  # fmt: skip
 
 

@@ -2,12 +2,13 @@
 
 A matrix [rows, columns] is cut into tiles of 32 rows by 32 columns, a scale block each, and a tile takes `TILE_BYTES`:
 
-- 512 bytes of codes, 16 for each lane of a warp. Lane 4g + q holds columns 8q … 8q + 7 of rows 2g, 2g + 1, 2g + 16 and
-  2g + 17 of the tile, a word each. As the left operand of `mma.m16n8k16`, the first two rows are its rows g and g + 8,
-  so both meet in one thread's results: a gate and its linear part, or two neighbouring outputs.
+- 512 bytes of codes, 16 for each lane of a warp. Lane 4g + q holds of rows 2g, 2g + 1, 2g + 16 and 2g + 17 of the tile
+  a word each: columns 2q and 2q + 1 of every 8, as tensor cores want them. As the left operand of `mma.m16n8k16`, the
+  first two rows are its rows g and g + 8, so both meet in one thread's results: a gate and its linear part, or two
+  neighbouring outputs.
 - 32 bytes of scales, a word for each g, a byte for each of these four rows.
 
-In a word the four pairs of neighbouring codes have their bits where a shift or two bring both into the sign, the two
+In a word the four pairs of codes have their bits where a shift or two bring both into the sign, the two
 lowest exponent bits and the highest mantissa bit of two bfloat16: the codes' values times 2^−126, exactly. `_FIELDS`
 says which bits. A scale byte is the exponent field of the bfloat16 2^(s − 1) by which these are multiplied.
 
@@ -93,7 +94,8 @@ class PackedMxfp4:
         exponents = exponents.reshape(self.rows, blocks).int()
         shift = int(self.rescale[expert].log2())
         scales = torch.where(exponents == SCALE_NAN, SCALE_NAN, exponents - EXPONENT_BIAS + shift)
-        return _codes_of_words(words).reshape(self.rows, blocks, BLOCK // 2), scales.to(torch.uint8)
+        codes = _codes_of_words(words).transpose(-2, -1)
+        return codes.reshape(self.rows, blocks, BLOCK // 2), scales.to(torch.uint8)
 
 
 def pack_mxfp4(blocks: Tensor, scales: Tensor) -> PackedMxfp4:
@@ -133,12 +135,12 @@ def _arrange(codes: Tensor, exponents: Tensor) -> Tensor:
 
 
 def _words_of_codes(codes: Tensor) -> Tensor:
-    """uint8 [..., 16] to int32 [..., 4]."""
+    """uint8 [..., 16] to int32 [..., 4], of which word q has byte q of every four."""
     tables = _byte_tables().to(codes.device)
     quads = codes.reshape(*codes.shape[:-1], 4, 4).int()
-    words = tables[0][quads[..., 0]]
+    words = tables[0][quads[..., 0, :]]
     for pair in range(1, 4):
-        words |= tables[pair][quads[..., pair]]
+        words |= tables[pair][quads[..., pair, :]]
     return words
 
 

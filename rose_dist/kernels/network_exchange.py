@@ -49,23 +49,24 @@ class NetworkExchange(ExpertExchange):
             self._outboxes.copy_(torch.tensor(bases))
 
     def dispatch(
-        self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None, out: ReceivedRows
-    ) -> None:
+        self, x: Tensor, scales: Tensor | None, ids: Tensor, weights: Tensor, tokens: int, live_rows: Tensor | None,
+        out: ReceivedRows,
+    ) -> None:  # fmt: skip
         """Both halves."""
-        self.dispatch_send(x, scales, ids, tokens, live_rows)
+        self.dispatch_send(x, scales, ids, weights, tokens, live_rows)
         self.dispatch_receive(out, tokens)
 
     def dispatch_send(
-        self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None
+        self, x: Tensor, scales: Tensor | None, ids: Tensor, weights: Tensor, tokens: int, live_rows: Tensor | None
     ) -> None:
         if tokens > self.layout.packet_tokens:
-            self._send_rows(x, scales, ids, tokens, live_rows)
+            self._send_rows(x, scales, ids, weights, tokens, live_rows)
             return
         blocks = self._message_blocks(max(1, -(-tokens // RECORDS)))
         self._run(
             "SendRecords", x, scales, ids, live_rows, *self._across, self._state.data_ptr(), self.rank, tokens, blocks
         )
-        super().dispatch_send(x, scales, ids, tokens, live_rows)
+        super().dispatch_send(x, scales, ids, weights, tokens, live_rows)
 
     def dispatch_receive(self, out: ReceivedRows, tokens: int) -> None:
         blocks = self._message_blocks(self.network.record_messages)
@@ -106,13 +107,15 @@ class NetworkExchange(ExpertExchange):
         )  # fmt: skip
         super().combine_receive(ids, weights, out, tokens=tokens, live_rows=live_rows, accumulate=accumulate)
 
-    def _send_rows(self, x: Tensor, scales: Tensor | None, ids: Tensor, tokens: int, live_rows: Tensor | None) -> None:
+    def _send_rows(
+        self, x: Tensor, scales: Tensor | None, ids: Tensor, weights: Tensor, tokens: int, live_rows: Tensor | None
+    ) -> None:
         order, chunks = self._order(ids, tokens, live_rows, *self._wait), -(-tokens // self.layout.chunk)
         launch.run(
             self._row_kernel(), self._far, x, scales, ids, live_rows, *order, self._outboxes, *self._across, self._own,
             self._state.data_ptr(), self.rank, tokens, min(self._sms, chunks),
         )  # fmt: skip
-        self._launch_push((x, scales, ids, live_rows, *order), tokens, None)
+        self._launch_push((x, scales, ids, weights, live_rows, *order), tokens, None)
 
     def _row_kernel(self) -> jit.Launcher:
         from rose_dist.kernels.cute.network_rows import SendRows  # noqa: PLC0415 - it loads the compiler

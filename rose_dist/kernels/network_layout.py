@@ -50,11 +50,12 @@ class NetworkLayout(MemoryAreas):
     """Offsets and sizes are in bytes. All ranks must have equal ones."""
 
     exchange: ExchangeLayout
-    """Chunks of `RECORDS`, and no `RETURNS`: results that cross nodes land as their records came."""
+    """Chunks of `RECORDS`, no `RETURNS` and no partial sums: results that cross nodes land as their records came."""
 
     def __post_init__(self) -> None:
-        if self.exchange.chunk != RECORDS or self.exchange.has_returns:
-            raise checks.fail("exchange", f"must have chunks of {RECORDS} and all results of packets as packets")
+        if self.exchange.chunk != RECORDS or self.exchange.has_returns or self.exchange.partial_sums:
+            wanted = f"chunks of {RECORDS}, all results of packets as packets, and no partial sums"
+            raise checks.fail("exchange", f"must have {wanted}: rows do not go back summed between nodes")
 
     @property
     def header_bytes(self) -> int:

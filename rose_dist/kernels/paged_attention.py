@@ -14,19 +14,11 @@ import torch
 from torch import Tensor
 
 from rose_dist.kernels import checks, launch
+from rose_dist.kernels.attention_tiling import TILE, heads_together, is_brief, most_splits
 
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 16
 """Query heads a key head: the rows of one matrix product."""
-TILE = 16
-"""Keys that a warp takes at a time; a divisor of every block size."""
-MIN_TILES = 8
-"""Tiles a part of a request's keys, at least: below, merging costs more than further blocks gain."""
-MOST_SPLITS = 128
-"""Parts of a request's keys."""
-SPLIT_DIMENSIONS = 16384
-"""Dimensions of all key heads times parts, at most: with two heads of 64 a block, nearly every SM of a Hopper GPU gets
-a part, and what is merged stays little beside the keys."""
 LOG2_E = 1 / math.log(2)
 UNLIMITED = 1 << 30
 """A window that hides nothing."""
@@ -53,12 +45,6 @@ class DecodeWorkspace:
         shape = (requests, key_heads, splits, rows, partial_floats(head_dim))
         counters = torch.empty(requests, key_heads, dtype=torch.int32, device=device).zero_()
         return cls(torch.empty(shape, dtype=torch.float32, device=device), counters)
-
-
-def most_splits(context: int, key_heads: int, head_dim: int) -> int:
-    """Parts of the keys of a request with `context` visible tokens."""
-    most = min(MOST_SPLITS, SPLIT_DIMENSIONS // (key_heads * head_dim))
-    return max(1, min(-(-context // TILE) // MIN_TILES, most))
 
 
 def partial_floats(head_dim: int) -> int:
@@ -124,8 +110,8 @@ def decode(
 
     group = query_heads // key_heads
     device = launch.device(q)
-    heads = cute.heads_together(key_heads, head_dim, keys.dtype, group > 8)
-    if keys.stride(1) != head_dim or _is_brief(requests * key_heads, window, device.sms):
+    heads = heads_together(requests, key_heads, head_dim, keys.element_size(), wide_group=group > 8)
+    if keys.stride(1) != head_dim or is_brief(requests * key_heads, window, device.sms):
         heads = 1
     launcher = cute.launcher(
         device.arch, q.dtype, keys.dtype, head_dim, heads, group > 8, block_size // TILE, early
@@ -163,11 +149,6 @@ def _reference(
             weights = scores.softmax(-1)[:, : len(positions)]
             out[row] = torch.einsum("hk,khd->hd", weights, v).to(out.dtype)
     return out
-
-
-def _is_brief(works: int, window: int | None, sms: int) -> bool:
-    """Whether latency counts and not bytes: one short part of keys for each of a few requests' heads."""
-    return window is not None and window <= MIN_TILES * TILE and works <= 2 * sms
 
 
 @checks.once

@@ -21,6 +21,7 @@ from rose_dist.kernels.ptx_numbers import (
     multiply_add,
     product,
     reciprocal,
+    round_u32,
     to_bf16x2,
     to_e2m1x2,
     to_e4m3x2,
@@ -28,7 +29,7 @@ from rose_dist.kernels.ptx_numbers import (
 
 __all__ = [
     "absolute", "bits", "from_bits", "from_e2m1x2", "from_e4m3x2", "multiply_add", "product", "reciprocal",
-    "to_bf16x2", "to_e2m1x2", "to_e4m3x2",
+    "round_u32", "to_bf16x2", "to_e2m1x2", "to_e4m3x2",
 ]  # fmt: skip
 
 _SCOPES = ("gpu", "sys")
@@ -198,6 +199,29 @@ def store_16b(address: Any, words: tuple[Any, Any, Any, Any], *, loc: Any = None
 
 
 @dsl_user_op
+def load_16b_where(wanted: Any, address: Any, *, loc: Any = None, ip: Any = None) -> tuple[Any, Any, Any, Any]:
+    """`load_16b` where `wanted`, else zeros. No branch, so that several are in flight."""
+    return _load_where("ld.global.L1::no_allocate", wanted, address, loc, ip)
+
+
+@dsl_user_op
+def load_packet_where(wanted: Any, address: Any, *, loc: Any = None, ip: Any = None) -> tuple[Any, Any, Any, Any]:
+    """`load_packet` where `wanted`, else zeros."""
+    return _load_where("ld.relaxed.sys.global", wanted, address, loc, ip)
+
+
+def _load_where(kind: str, wanted: Any, address: Any, loc: Any, ip: Any) -> tuple[Any, Any, Any, Any]:
+    struct = ir.Type.parse("!llvm.struct<(i32,i32,i32,i32)>")
+    text = (
+        "{ .reg .pred wanted; setp.ne.u32 wanted, $5, 0; "
+        "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
+        f"@wanted {kind}.v4.b32 {{$0, $1, $2, $3}}, [$4]; }}"
+    )
+    words = _asm(text, "=&r,=&r,=&r,=&r,l,r", struct, Int64(address), Uint32(Boolean(wanted)), loc=loc, ip=ip)
+    return _words(words, loc, ip)
+
+
+@dsl_user_op
 def store_where(wanted: Any, address: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
     """A u16 or u32 where `wanted`. No branch, so that neighbouring values are computed side by side."""
     value = value if isinstance(value, Uint16) else Uint32(value)
@@ -293,6 +317,27 @@ def cluster_store_shared(address: Any, block: Any, value: Any, *, loc: Any = Non
     """u32 store to the place in cluster block `block` that has shared address `address` (u32) in this one."""
     text = "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, $0, $1; st.shared::cluster.u32 [remote], $2; }"
     _asm(text, "r,r,r", None, Uint32(address), Uint32(block), Uint32(value), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def cluster_load_shared(address: Any, block: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """u32 at the place in cluster block `block` that has shared address `address` (u32) in this one."""
+    text = "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, $1, $2; ld.shared::cluster.u32 $0, [remote]; }"
+    return Uint32(_asm(text, "=r,r,r", T.i32(), Uint32(address), Uint32(block), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def fetch_add_shared(address: Any, value: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """u32 add at a shared address (u32) of this block; returns the value before."""
+    text = "atom.relaxed.cta.shared::cta.add.u32 $0, [$1], $2;"
+    return Uint32(_asm(text, "=r,r,r", T.i32(), Uint32(address), Uint32(value), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def add_shared_where(wanted: Any, address: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """u32 add at a shared address (u32) of this block where `wanted`; no branch."""
+    text = "{ .reg .pred wanted; setp.ne.u32 wanted, $0, 0; @wanted red.relaxed.cta.shared::cta.add.u32 [$1], $2; }"
+    _asm(text, "r,r,r", None, Uint32(Boolean(wanted)), Uint32(address), Uint32(value), loc=loc, ip=ip)
 
 
 @dsl_user_op

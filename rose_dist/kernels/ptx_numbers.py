@@ -47,6 +47,12 @@ def to_bf16x2(low: Any, high: Any, *, loc: Any = None, ip: Any = None) -> Any:
 
 
 @dsl_user_op
+def round_u32(value: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """An fp32 as a u32, nearest even; 0 for anything below and for NaN, 2^32 − 1 for anything beyond."""
+    return Uint32(_asm("cvt.rni.u32.f32 $0, $1;", "=r,f", T.i32(), Float32(value), volatile=False, loc=loc, ip=ip))
+
+
+@dsl_user_op
 def absolute(value: Any, *, loc: Any = None, ip: Any = None) -> Any:
     """|value| of an fp32."""
     return Float32(_asm("abs.f32 $0, $1;", "=f,f", T.f32(), Float32(value), volatile=False, loc=loc, ip=ip))

@@ -9,12 +9,13 @@ import torch
 
 from rose_dist.kernels import launch, probe
 from rose_dist.kernels.arch import Arch
+from rose_dist.kernels.attention_tiling import heads_together
 from rose_dist.kernels.cute.all_reduce_multicast import Multicast
 from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
 from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
 from rose_dist.kernels.cute.attention_sinks import ApplySinks
 from rose_dist.kernels.cute.combine_norm import CombineNorm
-from rose_dist.kernels.cute.embedding import Embed
+from rose_dist.kernels.cute.draw import DrawRows
 from rose_dist.kernels.cute.exchange_combine import ExchangeCombine
 from rose_dist.kernels.cute.exchange_dispatch import ExchangeDispatch
 from rose_dist.kernels.cute.exchange_rows import CombineRows, DispatchRows
@@ -29,20 +30,14 @@ from rose_dist.kernels.cute.mxfp4_experts_prefill import ExpertGemm
 from rose_dist.kernels.cute.mxfp4_experts_warpgroup import WarpgroupExpertGemm
 from rose_dist.kernels.cute.network_combine import LandResultRows, LandResults
 from rose_dist.kernels.cute.network_dispatch import LandRecords
-from rose_dist.kernels.cute.paged_attention_decode import DecodeAttention, heads_together
-from rose_dist.kernels.cute.qk_norm import QKNormRope
-from rose_dist.kernels.cute.quantize import Dequantize, decoded_count, quantize_kernel
+from rose_dist.kernels.cute.paged_attention_decode import DecodeAttention
 from rose_dist.kernels.cute.resident_weights import ResidentWeights
-from rose_dist.kernels.cute.rms_norm import norm_kernel
 from rose_dist.kernels.cute.route_rows import RouteRows
-from rose_dist.kernels.cute.routing import Route
 from rose_dist.kernels.cute.small_linear import COLUMNS, SmallLinear
-from rose_dist.kernels.cute.swiglu import activation_kernel
-from rose_dist.kernels.exchange_layout import FUSED_FORMATS, NVLINK_CHUNK, ExchangeLayout
+from rose_dist.kernels.draw import RowSplit
+from rose_dist.kernels.exchange_layout import FUSED_FORMATS, NVLINK_CHUNKS, ExchangeLayout
 from rose_dist.kernels.exchange_tiling import PARTS
 from rose_dist.kernels.expert_slots import PackedLayout
-from rose_dist.kernels.formats import FORMATS, FP8, MXFP8, BlockFormat, BlockOutput, Scale, ScaleLayout
-from rose_dist.kernels.fp8_experts import FEW
 from rose_dist.kernels.jit import Kernel
 from rose_dist.kernels.linear_shapes import resident
 from rose_dist.kernels.moe_dispatch import DECODE_THREADS, SCATTER_SHAPE, SPLITS
@@ -50,38 +45,13 @@ from rose_dist.kernels.mxfp4 import BLOCK
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES, TILE_ROWS
 from rose_dist.kernels.network_layout import NetworkLayout
 from rose_dist.kernels.paged_attention import HEAD_DIMS
-from rose_dist.kernels.qk_norm import Rotary
-from rose_dist.kernels.routing import Score
+from rose_dist.kernels.row_registry import HIDDEN, ROUTES, row_kernels
 from rose_dist.kernels.row_tiling import (
-    ACTIVATION_SHAPES,
-    CLUSTER_SHAPE,
-    DECODE_SHAPES,
-    QUANTIZE_SHAPES,
-    QUANTIZED_ACTIVATION_SHAPES,
-    ROW_SHAPES,
     tile,
 )
 from rose_dist.kernels.stream_tiling import EXPERT_SHAPES, stream
-from rose_dist.kernels.swiglu import Gate
-from rose_dist.kernels.variants import COUNTING_ROUTERS, LINEAR_SHAPES, ROTARY_BYTES, ROUTERS, gemm
+from rose_dist.kernels.variants import LINEAR_SHAPES, gemm
 from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES
-
-HIDDEN = (2880, 4096, 7168)
-"""GPT-OSS, Qwen3-MoE 235B, DeepSeek-V3."""
-
-QUANTIZED_COLUMNS = 2880
-"""Not a multiple of 128: FP8's last block is half one."""
-QK_HEADS = ((64, 8, 64, False), (64, 4, 128, True), (16, 8, 256, True))
-"""Query heads, key heads, head_dim, norm: GPT-OSS, Qwen3-MoE 235B, and a model with large heads."""
-ROUTES = (
-    (32, 4, Score.SOFTMAX_OF_CHOSEN, 1),
-    (128, 4, Score.SOFTMAX_OF_CHOSEN, 1),
-    (128, 8, Score.SOFTMAX_OF_CHOSEN, 1),
-    (256, 8, Score.SIGMOID, 8),
-    (1024, 32, Score.SOFTMAX, 1),
-)
-"""Experts, k, rule, groups: GPT-OSS 20b and 120b, Qwen3-MoE, DeepSeek-V3, and the largest that is promised."""
-
 
 MOE_ROWS = (
     (32, 4, 2880, torch.bfloat16, 0, True),
@@ -106,7 +76,7 @@ DEEPSEEK_EXCHANGE = ExchangeLayout(
     scale_bytes=224,
     result_bytes=14336,
     in_flight=2,
-    chunk=NVLINK_CHUNK,
+    chunk=NVLINK_CHUNKS.select(14336),
 )
 """Rows in bf16, decode alone; and in FP8 with results in bf16, also prefill."""
 
@@ -115,6 +85,9 @@ MXFP4_EXPERTS = (128, 2880, 2880)
 
 LINEAR_INPUTS = (2880, 4096)
 """GPT-OSS's hidden size, and the width of its attention's output."""
+
+VOCABULARIES = (201_088, 129_280, 151_936)
+"""GPT-OSS, DeepSeek-V3, Qwen3-MoE."""
 
 MOE_LAYOUTS = (PackedLayout(), PackedLayout(128), PackedLayout(128, 128))
 """For own kernels, and DeepGEMM's contiguous and masked layouts."""
@@ -126,85 +99,19 @@ def kernels(arch: Arch) -> list[Kernel]:
 
 
 def _all(arch: Arch) -> Iterator[Kernel]:
-    yield from _norms(arch)
-    yield from _qk_norms(arch)
-    yield from _activations(arch)
-    yield from _quantizers(arch)
-    yield from _routers(arch)
-    yield from _embeddings(arch)
+    yield from row_kernels(arch)
     yield from _moe(arch)
     yield from _attention(arch)
     yield from _sinks(arch)
     yield from _mxfp4_experts(arch)
     yield from _small_linears(arch)
     yield from _few_rows(arch)
+    yield from (DrawRows(arch, RowSplit.of(columns)) for columns in VOCABULARIES)
     yield from _all_reduces(arch)
     yield from _exchanges(arch)
     yield from _across_nodes(arch)
     yield probe.GridBarriers(arch, repeats=100)
     yield probe.Primitives(arch, multicast=True)
-
-
-def scale_layouts(fmt: BlockFormat, arch: Arch) -> list[ScaleLayout]:
-    """The layouts that GEMM libraries read on this arch, the plain one first."""
-    if fmt.scale is Scale.FP32:
-        return [ScaleLayout.ROWS, ScaleLayout.COLUMNS]
-    if not arch.blackwell:
-        return [ScaleLayout.ROWS]
-    return [ScaleLayout.ROWS, ScaleLayout.PACKED_COLUMNS if fmt.block == FP8.block else ScaleLayout.TILES]
-
-
-def _norms(arch: Arch) -> Iterator[Kernel]:
-    dtype, width = torch.bfloat16, arch.vector_bytes
-    for hidden in (64, 128, *HIDDEN, 16384):
-        for shape in ROW_SHAPES.variants:
-            for residual in (False, True):
-                yield norm_kernel(arch, dtype, dtype, hidden, shape, width, 0.0, residual, None)
-    for residual in (False, True):
-        yield norm_kernel(arch, dtype, dtype, HIDDEN[-1], CLUSTER_SHAPE, width, 0.0, residual, None)
-    for hidden in HIDDEN:
-        for fmt in (FP8, MXFP8):
-            for shape in QUANTIZE_SHAPES.variants:
-                output = BlockOutput(fmt, scale_layouts(fmt, arch)[-1], hidden)
-                yield norm_kernel(arch, dtype, dtype, hidden, shape, width, 0.0, True, output)
-
-
-def _qk_norms(arch: Arch) -> Iterator[Kernel]:
-    dtype, fp32, width = torch.bfloat16, torch.float32, arch.vector_bytes
-    for query_heads, key_heads, head_dim, norm in QK_HEADS:
-        heads = (query_heads, key_heads, head_dim)
-        counts = [max(size // (2 * width), 1) for size in ROTARY_BYTES.variants]
-        for each in counts:
-            yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.NEOX, head_dim, dtype, each)
-            yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.NEOX, head_dim, torch.float8_e4m3fn, each)
-        yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.INTERLEAVED, head_dim, dtype, counts[-1])
-        yield QKNormRope(arch, dtype, dtype, *heads, width, False, Rotary.NEOX, head_dim, None, counts[-1])
-        if head_dim == 128:
-            yield QKNormRope(arch, dtype, fp32, *heads, width, norm, Rotary.NEOX, head_dim // 2, dtype, counts[-1])
-        if norm:
-            yield QKNormRope(arch, dtype, fp32, *heads, width, True, Rotary.NONE, head_dim, None, 1)
-
-
-def _activations(arch: Arch) -> Iterator[Kernel]:
-    dtype, width = torch.bfloat16, arch.vector_bytes
-    for gate, columns, bias in ((Gate.CLAMPED_SWIGLU, 2880, True), (Gate.SILU, 2048, False), (Gate.SILU, 1536, False)):
-        for fmt in (None, FP8, MXFP8):
-            output = None if fmt is None else BlockOutput(fmt, scale_layouts(fmt, arch)[-1], columns)
-            shapes = ACTIVATION_SHAPES if fmt is None else QUANTIZED_ACTIVATION_SHAPES
-            for shape in shapes.variants:
-                yield activation_kernel(arch, gate, dtype, columns, shape, width, bias, output)
-                if bias and fmt is FP8:
-                    grouped = BlockOutput(fmt, ScaleLayout.COLUMNS, columns, FEW.rows_per_expert)
-                    yield activation_kernel(arch, gate, dtype, columns, shape, width, bias, grouped, listed=True)
-
-
-def _routers(arch: Arch) -> Iterator[Kernel]:
-    for experts, k, score, groups in ROUTES:
-        bias = score is Score.SIGMOID
-        for counts, shapes in ((False, ROUTERS), (True, COUNTING_ROUTERS)):
-            for shape in shapes.variants:
-                dtype = torch.float32 if bias else torch.bfloat16
-                yield Route(arch, dtype, experts, k, score, groups, max(groups // 2, 1), bias, counts, shape, 16)
 
 
 def _moe(arch: Arch) -> Iterator[Kernel]:
@@ -231,9 +138,9 @@ def _attention(arch: Arch) -> Iterator[Kernel]:
     for head_dim in HEAD_DIMS:
         for wide in (False, True):
             for cache in (torch.bfloat16, torch.float8_e4m3fn):
-                heads = heads_together(8, head_dim, cache, wide)
-                yield DecodeAttention(arch, dtype, cache, head_dim, heads, wide, block_tiles=1, early=True)
-    yield DecodeAttention(arch, dtype, dtype, 64, heads=1, wide_group=False, block_tiles=1, early=True)
+                for requests in (1, 8, 128):
+                    heads = heads_together(requests, 8, head_dim, cache.itemsize, wide_group=wide)
+                    yield DecodeAttention(arch, dtype, cache, head_dim, heads, wide, block_tiles=1, early=True)
     yield DecodeAttention(arch, dtype, dtype, 64, heads=2, wide_group=False, block_tiles=1, early=False)
 
 
@@ -273,8 +180,8 @@ def _few_rows(arch: Arch) -> Iterator[Kernel]:
     attended = LINEAR_INPUTS[1]
     yield LinearAdd(arch, ResidentWeights(attended, resident(attended)))
     for experts, k, score, _ in ROUTES[:2]:
-        for table_width in (0, 2):
-            yield RouteRows.of(arch, hidden, experts, k, score, table_width)
+        for width in (0, 2):
+            yield RouteRows.of(arch, hidden, experts, k, score, width)
     yield CombineNorm(arch, Combine(arch, 4, hidden, torch.bfloat16, torch.bfloat16, None, False, VECTOR_BYTES))
 
 
@@ -314,6 +221,13 @@ def _exchanges(arch: Arch) -> Iterator[Kernel]:
     for by_token, send in ((True, True), (False, True), (False, False)):
         yield CombineRows(arch, layout, bf16, bf16, False, by_token, send)
     yield CombineRows(arch, layout, bf16, bf16, True, False, True)
+    layout = replace(layout, partial_sums=True)
+    yield ExchangeDispatch(arch, layout, PackedLayout(128), launch.widest(arch, layout.row_bytes), few, *whole)
+    for most in (few, many):
+        yield ExchangeCombine(arch, layout, bf16, bf16, False, most, *whole)
+    yield DispatchRows(arch, layout, PackedLayout(), launch.widest(arch, layout.row_bytes), True)
+    for by_token in (False, True):
+        yield CombineRows(arch, layout, bf16, bf16, False, by_token, True)
 
 
 def _across_nodes(arch: Arch) -> Iterator[Kernel]:
@@ -328,23 +242,3 @@ def _across_nodes(arch: Arch) -> Iterator[Kernel]:
         yield LandRecords(arch, layout)
         yield LandResults(arch, layout)
         yield LandResultRows(arch, layout)
-
-
-def _embeddings(arch: Arch) -> Iterator[Kernel]:
-    width = arch.vector_bytes
-    for hidden in HIDDEN:
-        for shape in ROW_SHAPES.variants:
-            tiling = tile(hidden * 2 // width, width, shape)
-            yield Embed(arch, torch.bfloat16, torch.int64, tiling, width)
-
-
-def _quantizers(arch: Arch) -> Iterator[Kernel]:
-    dtype, width = torch.bfloat16, arch.vector_bytes
-    for fmt in FORMATS.values():
-        for layout in scale_layouts(fmt, arch):
-            output = BlockOutput(fmt, layout, QUANTIZED_COLUMNS)
-            for shape in QUANTIZE_SHAPES.variants:
-                yield quantize_kernel(arch, dtype, shape, width, output)
-            for shape in DECODE_SHAPES.variants:
-                tiling = tile(QUANTIZED_COLUMNS // decoded_count(arch, dtype), width, shape)
-                yield Dequantize(arch, dtype, tiling, width, output)

@@ -73,8 +73,7 @@ def route_rows(
     launcher = cute.launcher(launch.device(x).arch, hidden, weight.shape[0], router.k, router.score, width)
     launch.run(
         launcher, x, x, norm_weight, weight, bias, live_rows, load, table, turn, first_expert, packed.counts.shape[0],
-        packed.x, routing.ids, routing.weights, packed.slots, packed.counts, packed.offsets,
-        rows, eps, router.scale,
+        packed.x, routing.ids, routing.weights, packed.slots, packed.counts, packed.offsets, rows, eps, router.scale,
     )  # fmt: skip
     return routing
 

@@ -29,10 +29,19 @@ class RowShape:
     """Neighbouring bytes that a lane reads at a time, where one vector is less."""
     split_threads: int = MAX_THREADS
     """Threads a block has at most; blocks share a row that takes more."""
+    apart: bool = False
+    """Of a norm: blocks that share a row each read all of it, so that they need not meet in a cluster."""
 
-    def lane_elements(self, columns: int, vector_bytes: int, itemsize: int) -> int:
-        """Neighbouring elements of a row of `columns` that a lane takes at a time: whole vectors, a divisor."""
-        return math.gcd(columns, max(self.lane_bytes, vector_bytes) // itemsize)
+    @property
+    def streams(self) -> bool:
+        """Whether there is so much work that bandwidth counts and not latency."""
+        return self.bytes >= 64
+
+    def lane_elements(self, columns: int, vector_bytes: int, itemsize: int, block: int = 0) -> int:
+        """Neighbouring elements of a row of `columns` that a lane takes at a time: whole vectors, a divisor; with
+        quantised results, of one block of `block`.
+        """
+        return math.gcd(columns, max(self.lane_bytes, vector_bytes) // itemsize, block)
 
 
 @dataclass(frozen=True)
@@ -87,8 +96,6 @@ ROW_SHAPES = Ranges(
     (0, 1, 8),
     (RowShape(bytes=16, threads=32), RowShape(bytes=16, threads=128), RowShape(bytes=64, threads=128)),
 )
-CLUSTER_SHAPE = RowShape(bytes=16, threads=32, split_threads=448)
-"""For few long rows: a norm's row over the blocks of a cluster. Not measured yet, so no table has it."""
 QUANTIZE_SHAPES = Ranges(
     (0, 1, 8),
     (
@@ -98,6 +105,17 @@ QUANTIZE_SHAPES = Ranges(
     ),
 )
 """As `ROW_SHAPES`, for kernels that quantise: a block over fewer lanes takes fewer shuffles and wider stores."""
+SHORT_ROW_BYTES = 256
+SHORT_QUANTIZE_SHAPES = Ranges(
+    (0, 1, 8),
+    (
+        RowShape(bytes=16, threads=32),
+        RowShape(bytes=16, threads=128),
+        RowShape(bytes=64, threads=128, lane_bytes=64),
+    ),
+)
+"""As `QUANTIZE_SHAPES`, for a norm without residual of rows of up to `SHORT_ROW_BYTES`, which have few bytes each: with
+32 rows a block, 2^20 of 128 took 104 us on H200."""
 ACTIVATION_SHAPES = Ranges(
     (0, 1, 8),
     (

@@ -115,8 +115,8 @@ class GemmTiling:
 
     @property
     def row_stride(self) -> int:
-        """An odd multiple of 64, so that 8 lanes of 2 rows meet 32 different banks."""
-        return (self.step_columns | 1) * 64
+        """An odd multiple of 16, so that 16 bytes of 8 rows lie in 32 different banks."""
+        return self.step_columns * 64 + 16
 
     @property
     def x_bytes(self) -> int:
@@ -142,8 +142,9 @@ class GemmTiling:
         return self.ring_offset + self.stages * self.stage_bytes
 
 
-EXPERT_GEMM_ROWS = 40
-"""Rows of the largest expert from which on `gemm`'s kernel serves: 24 on average, if they are spread at random."""
+EXPERT_GEMM_ROWS = 17
+"""Rows of the largest expert from which on the kernels of many rows serve: 8 on average, if they are spread at random.
+H200, gpt-oss-120b, both layers: 484 against 561 us for 128 tokens (4 on average), 805 against 642 for 512 (16)."""
 
 
 @cache

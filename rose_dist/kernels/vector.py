@@ -76,22 +76,17 @@ def row_sum(value: Float32, threads: cutlass.Constexpr, rows: cutlass.Constexpr)
     return value
 
 
-def join_row(tiling: RowTiling) -> None:
-    """To be called early by all threads of a kernel that calls `whole_row_sum`."""
-    if tiling.splits > 1:
-        cute.arch.cluster_arrive_relaxed()
-
-
-def whole_row_sum(value: Any, tiling: RowTiling) -> Any:
-    """Sum over the lanes of each row, the same in all of them; a row of several blocks has a cluster for itself."""
-    if tiling.splits > 1:
-        return _cluster_sum(value, tiling)
-    return row_sum(value, tiling.threads_per_row, tiling.rows_per_block)
+def join_cluster() -> None:
+    """To be called early by all threads of a kernel that calls `cluster_sum`."""
+    cute.arch.cluster_arrive_relaxed()
 
 
 @cute.jit
-def _cluster_sum(value: Float32, tiling: cutlass.Constexpr) -> Float32:
-    """Every warp sends its sum to every block, so one barrier serves and all add up in the same order."""
+def cluster_sum(value: Float32, tiling: cutlass.Constexpr) -> Float32:
+    """Sum over a row's lanes, the same in all of them, where the row has the blocks of a cluster for itself.
+
+    Every warp sends its sum to every block, so one barrier serves and all add up in the same order.
+    """
     warps = tiling.threads_per_row // 32
     partial = cute.make_tensor(
         cute.arch.alloc_smem(Float32, warps * tiling.splits, alignment=16), cute.make_layout(warps * tiling.splits)

@@ -55,9 +55,10 @@ def rotate_left(a: Any, by: int, *, loc: Any = None, ip: Any = None) -> Any:
 
 
 @dsl_user_op
-def spread_byte(a: Any, which: int, *, loc: Any = None, ip: Any = None) -> Any:
-    """Byte `which` of a u32 as two u16 in a u32."""
-    text = f"prmt.b32 $0, $1, 0, 0x4{which}4{which};"
+def spread_half(a: Any, which: int, *, loc: Any = None, ip: Any = None) -> Any:
+    """The lower (0) or upper (1) half of a u32 as both: no instruction of its own where halves are multiplied."""
+    half = ("low", "high")[which]
+    text = f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; mov.b32 $0, {{{half}, {half}}}; }}"
     return Uint32(_asm(text, "=r,r", T.i32(), Uint32(a), volatile=False, loc=loc, ip=ip))
 
 
@@ -124,6 +125,17 @@ def load_shared_16b(address: Any, *, loc: Any = None, ip: Any = None) -> list[An
     kind = ir.Type.parse("!llvm.struct<(i32,i32,i32,i32)>")
     words = _asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", kind, Uint32(address), loc=loc, ip=ip)
     return _words(words, 4, loc, ip)
+
+
+@dsl_user_op
+def load_matrices(address: Any, *, loc: Any = None, ip: Any = None) -> list[Any]:
+    """Four 8x8 matrices of 16-bit elements: word m of lane 4g + j holds of matrix m row g, columns 2j and 2j + 1.
+
+    Lane 8m + r gives the shared address of row r of matrix m. All lanes of the warp must arrive.
+    """
+    kind = ir.Type.parse("!llvm.struct<(i32,i32,i32,i32)>")
+    text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+    return _words(_asm(text, "=r,=r,=r,=r,r", kind, Uint32(address), loc=loc, ip=ip), 4, loc, ip)
 
 
 @dsl_user_op

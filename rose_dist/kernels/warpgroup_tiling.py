@@ -8,15 +8,23 @@ from rose_dist.kernels.variants import WARP, Ranges, divisor
 
 WARPGROUP = 4
 """Warps."""
-FEEDER_ROWS = 32
-"""Rows of x that a feeding warp holds in registers."""
+ROW_GROUP = 8
+"""Rows of x that a feeding warp copies at a time."""
 REGISTERS = 65536
 """Of an SM."""
+BIAS_BYTES = 64
+"""Of 32 matrix rows."""
+MARGIN = 3
+"""Stages of the ring that rows of x must have come for before a feeding warp asks for the next: a computing warp is at
+one, still frees the one before, and is not to wait for the one after."""
 
 
 @dataclass(frozen=True)
 class WarpgroupTiling:
-    """A block's warpgroups take 4 groups of 32 matrix rows each; as many warps as one has feed them."""
+    """A block's warpgroups take 4 groups of 32 matrix rows each; as many warps as one has feed them.
+
+    A stage of the ring holds columns of all rows of x, then of all matrix rows, then, in an item's last, their biases.
+    """
 
     columns: int
     """Scale blocks of a matrix row."""
@@ -34,9 +42,7 @@ class WarpgroupTiling:
 
     def __post_init__(self) -> None:
         assert all(width % 8 == 0 for width in self.widths), self.widths
-        assert self.rows <= self.feeders * FEEDER_ROWS, self.widths
-        # Teams of a warp each take turns; none may be two rounds of the ring behind another (see `Feeder`).
-        assert self.stages >= self.feeders, self.stages
+        assert self.stages > MARGIN, self.stages
         feeding, computing = self.registers
         # A thread that asks for more than its block was launched with waits for ever.
         assert feeding + self.warpgroups * computing <= (1 + self.warpgroups) * self.launch_registers, self.registers
@@ -81,8 +87,18 @@ class WarpgroupTiling:
         return self.step_columns * self.tile_bytes
 
     @property
-    def stage_bytes(self) -> int:
+    def bias_offset(self) -> int:
+        """In a stage."""
         return self.x_bytes + self.warps * self.tile_row_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.bias_offset + self.warps * BIAS_BYTES
+
+    @property
+    def late(self) -> int:
+        """How many stages a feeding warp has asked rows of x for, but not seen them come."""
+        return self.stages - MARGIN
 
     @property
     def ring_offset(self) -> int:
@@ -102,20 +118,22 @@ class WarpgroupShape:
     step_columns: int
     """Scale blocks of a matrix row that a stage holds, at most."""
     stages: int
+    warpgroups: int
+    registers: tuple[int, int]
 
     def tiling(self, columns: int, tile_bytes: int) -> WarpgroupTiling:
         """For matrices of `columns` scale blocks a row."""
         return WarpgroupTiling(
-            columns, warpgroups=2, widths=self.widths, step_columns=divisor(columns, self.step_columns),
-            stages=self.stages, tile_bytes=tile_bytes, registers=(88, 208),
+            columns, warpgroups=self.warpgroups, widths=self.widths, step_columns=divisor(columns, self.step_columns),
+            stages=self.stages, tile_bytes=tile_bytes, registers=self.registers,
         )  # fmt: skip
 
 
 WARPGROUP_SHAPES = Ranges(
     (0, 65),
     (
-        WarpgroupShape(widths=(16, 32, 48, 64), step_columns=3, stages=8),
-        WarpgroupShape(widths=(48, 72, 96, 112, 128), step_columns=3, stages=5),
+        WarpgroupShape(widths=(16, 32, 48, 64), step_columns=3, stages=6, warpgroups=3, registers=(56, 152)),
+        WarpgroupShape(widths=(48, 72, 96, 112, 120, 128), step_columns=3, stages=5, warpgroups=2, registers=(40, 232)),
     ),
 )
 """By the rows that an expert may have. Each width takes the assembler 8 more registers, so there is room for 5 behind

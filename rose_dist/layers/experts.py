@@ -70,14 +70,17 @@ class Experts(nn.Module):
         """What `forward` leaves to combine: [experts, hidden], to be added to each expert's rows."""
         return self.down_proj_bias if isinstance(self.down_proj, Fp8Matrix) else None
 
-    def forward(self, x: Tensor, rows: ExpertRows, scales: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rows: ExpertRows, scales: Tensor | None = None, ahead: Tensor | None = None) -> Tensor:
         """[rows, hidden] packed by local expert → [rows, hidden], to which `late_bias` is to be added. With FP8
-        matrices rows may be quantised already, as `Fp8Rows` says; on a GPU they must be.
+        matrices rows may be quantised already, as `Fp8Rows` says; on a GPU they must be. ahead: weights that a later
+        launch reads, which few rows leave time to fetch.
         """
         first, second = self.gate_up_proj, self.down_proj
         b1, b2 = self.gate_up_proj_bias, self.down_proj_bias
         if isinstance(first, PackedMatrix) and isinstance(second, PackedMatrix):
-            return expert_mlp(x, ExpertLayer(first.packed, b1), ExpertLayer(second.packed, b2), rows, limit=self.limit)
+            return expert_mlp(
+                x, ExpertLayer(first.packed, b1), ExpertLayer(second.packed, b2), rows, limit=self.limit, ahead=ahead
+            )
         if isinstance(first, Fp8Matrix) and isinstance(second, Fp8Matrix):
             given = Fp8Rows.of(x) if scales is None else Fp8Rows(x, scales)
             quantised = fp8_expert_swiglu(given, first.weight, b1, rows, limit=self.limit, dtype=self.dtype)

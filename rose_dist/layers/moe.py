@@ -72,11 +72,13 @@ class MoE(nn.Module):
         few = self.exchange.packs_only
         return few and takes_router(self.router.weight, self.rule) and takes_rows(self.hidden, self.router.weight.dtype)
 
-    def add_few(self, x: Tensor, norm: RMSNorm, after: RMSNorm, live_rows: Tensor | None = None) -> Tensor:
+    def add_few(
+        self, x: Tensor, norm: RMSNorm, after: RMSNorm, live_rows: Tensor | None, ahead: Tensor | None
+    ) -> Tensor:
         """Add the block's results for norm(x) to `x`, in place; returns after(x).
 
         x: [tokens, hidden], up to `MAX_ROWS` tokens. As `forward` between the norms' own launches, in two besides the
-        experts'.
+        experts'. ahead: the weights that are read next.
         """
         router, expert_map = self.router, self.expert_map
 
@@ -90,9 +92,10 @@ class MoE(nn.Module):
 
         dispatched = self.exchange.dispatch_packed(x.shape[0], pack)
         rows = ExpertRows(dispatched.counts, dispatched.offsets, self._most_rows(x.shape[0]))
-        return self.exchange.combine_norm(self.experts(dispatched.x, rows), dispatched, x, after.weight, after.eps)
+        expert_out = self.experts(dispatched.x, rows, ahead=ahead)
+        return self.exchange.combine_norm(expert_out, dispatched, x, after.weight, after.eps)
 
     def _most_rows(self, tokens: int) -> int:
         """Rows of the largest expert, three standard deviations above the mean of an even spread."""
         mean = tokens * self.rule.k / self.experts.held.num_experts
-        return max(1, round(mean + 3 * math.sqrt(mean)))
+        return math.ceil(mean + 3 * math.sqrt(mean))

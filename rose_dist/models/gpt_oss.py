@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rose_dist.comm.all_to_all.create import create as create_all_to_all
-from rose_dist.comm.all_to_all.create import region_bytes
+from rose_dist.comm.all_to_all.create import region_bytes, sums_pay
 from rose_dist.comm.all_to_all.local_gpu import GpuOptions
 from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig
 from rose_dist.comm.expert_placement import Placement
@@ -78,19 +78,20 @@ class GptOssDecoderLayer(nn.Module):
 
     def forward_few(
         self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, place: int, batch: GroupBatch,
-        live_rows: Tensor | None, after: RMSNorm,
+        live_rows: Tensor | None, after: RMSNorm, ahead: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The same for up to `MAX_ROWS` tokens, in 6 launches for 12, or 7 with several ranks: norms, residuals,
         rotary, routing and dispatch go with the launches beside them.
 
         Args:
             x: `residual`, the layer's input, normalised.
+            ahead: the weights that are read after the layer's.
 
         Returns:
             after(output), and the output.
         """
         total = self.self_attn.add_few(x, residual, cos, sin, place, batch)
-        return self.mlp.add_few(total, self.post_attention_layernorm, after, live_rows), total
+        return self.mlp.add_few(total, self.post_attention_layernorm, after, live_rows, ahead), total
 
 
 class GptOssModel(nn.Module):
@@ -149,8 +150,11 @@ class GptOssModel(nn.Module):
         layers = self.decoder_layers
         afters = [*(layer.input_layernorm for layer in layers[1:]), self.norm]
         normed: Tensor = layers[0].input_layernorm(x)
-        for layer, after, (group, place) in zip(layers, afters, self.places, strict=True):
-            normed, x = layer.forward_few(normed, x, cos, sin, place, batch.groups[group], batch.live_rows, after)
+        aheads = [*(layer.self_attn.qkv_proj.weight for layer in layers[1:]), None]
+        for layer, after, ahead, (group, place) in zip(layers, afters, aheads, self.places, strict=True):
+            normed, x = layer.forward_few(
+                normed, x, cos, sin, place, batch.groups[group], batch.live_rows, after, ahead
+            )
         return normed
 
 
@@ -224,6 +228,7 @@ def _exchange(config: GptOssConfig, options: BuildOptions, tp: TensorGroup) -> A
     gpu = GpuOptions(device=options.device, rank=groups.place.rank)
     if options.moe_weights == "fp8":
         sizes, gpu = fp8_exchange(sizes, gpu, groups.layout)
+    sizes = replace(sizes, partial_sums=sums_pay(sizes.top_k, groups))
     memory = None
     if groups.layout.moe_mode == "data_parallel":
         tp_size, network = groups.layout.tp, not groups.topology.one_domain

@@ -14,6 +14,8 @@ from rose_dist.kernels.mxfp4_layout import CODE_BYTES, EXPONENT_BIAS
 
 _FP8_CODES_STD = 64.0
 """So that no code of a normal distribution reaches the largest, 448."""
+_ATTENTION_SHARE = 0.25
+"""By how much smaller than others' the results of attention are."""
 _RMS_OF_UNIFORM_CODES = math.sqrt(sum(m * m for m in MAGNITUDES) / 8)
 
 
@@ -21,9 +23,12 @@ _RMS_OF_UNIFORM_CODES = math.sqrt(sum(m * m for m in MAGNITUDES) / 8)
 def fill_randomly(model: nn.Module, seed: int = 0) -> None:
     """Every parameter from `seed` and its name alone.
 
-    A product of unit inputs has unit variance, norms scale by 1 and the router has no bias: activations stay near 1
-    and tokens spread evenly over the experts, as with a trained model. (Weights of one scale for all send every token
-    to the same experts.)
+    A product of unit inputs has unit variance, norms scale by 1 and the router has no bias: activations stay finite.
+
+    Tokens spread evenly over the experts, in every layer, because hardly anything in them is common to all. That holds
+    only as long as every value's mean is 0 (SwiGLU's results have a mean, which matrices that are not symmetric about 0
+    would hand to all tokens alike, layer by layer the same) and as attention adds little: it averages what differs
+    between a prompt's tokens away and keeps what is common, and its bias is the same for all.
     """
     for name, parameter in model.named_parameters():
         # A CPU's generator takes 32 bits of its seed.
@@ -36,6 +41,10 @@ def _fill(name: str, parameter: Tensor, generator: torch.Generator) -> None:
         parameter.fill_(1.0)
     elif name.endswith("router.bias"):
         parameter.zero_()
+    elif name.endswith("o_proj.bias"):
+        parameter.normal_(std=0.1 * _ATTENTION_SHARE, generator=generator)
+    elif name.endswith("o_proj.weight"):
+        parameter.normal_(std=_ATTENTION_SHARE * parameter.shape[-1] ** -0.5, generator=generator)
     elif name.endswith(("bias", "_bias")):
         parameter.normal_(std=0.1, generator=generator)
     elif name.endswith("proj.data"):
@@ -57,7 +66,8 @@ def _fill_packed(data: Tensor, generator: torch.Generator) -> None:
     inputs = data.shape[2] * BLOCK
     middle = round(math.log2(1 / (math.sqrt(inputs) * _RMS_OF_UNIFORM_CODES))) + EXPONENT_BIAS + SCALE_BIAS
     for expert in data:
-        expert.view(torch.int64).random_(generator=generator)
+        # Without a range the highest bit stays 0, which is a sign's: one code in 16 would never be negative.
+        expert.view(torch.int64).random_(torch.iinfo(torch.int64).min, None, generator=generator)
         expert[..., CODE_BYTES:].random_(middle - 1, middle + 2, generator=generator)
 
 

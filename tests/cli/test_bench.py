@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,13 @@ from click.testing import CliRunner
 
 from rose_dist.cli.bench import command
 from rose_dist.cli.bench.floor import floor_bytes
-from rose_dist.cli.bench.profile import idle_share
+from rose_dist.cli.bench.profile import idle_gaps, idle_share
 from rose_dist.comm.layout import Layout
 from rose_dist.comm.world import World
 from rose_dist.models.build_options import BuildOptions
 from rose_dist.models.convert.random_weights import PRESETS
 from rose_dist.models.loader import random_model
+from tests.ranks import mpirun
 
 
 @pytest.fixture
@@ -30,7 +32,12 @@ def folder(tmp_path: Path) -> Path:
     [([], 0.0), ([(0, 5), (5, 9)], 0.0), ([(0, 4), (6, 10)], 0.2), ([(0, 8), (1, 2), (6, 9), (9, 10)], 0.0)],
 )
 def test_idle_share_counts_gaps_once(spans: list[tuple[float, float]], idle: float) -> None:
-    assert idle_share(spans) == pytest.approx(idle)
+    assert idle_share([(start, end, "") for start, end in spans]) == pytest.approx(idle)
+
+
+def test_gaps_are_named_by_what_ends_and_what_begins() -> None:
+    spans = [(0.0, 9.0, "long"), (1.0, 2.0, "inside"), (10.0, 11.0, "next"), (14.0, 15.0, "long"), (16.0, 17.0, "next")]
+    assert list(idle_gaps(spans).items()) == [(("next", "long"), 3.0), (("long", "next"), 2.0)]
 
 
 def test_the_floor_counts_touched_experts_once(folder: Path) -> None:
@@ -56,6 +63,19 @@ def test_decode_runs_without_a_prefill_and_leaves_its_figures(folder: Path, kind
     assert row["tok_s"] == pytest.approx(2e3 / row["ms_step"])
     assert 0 < row["experts_touched"] <= 1
     assert figures["context"] == 40
+
+
+@pytest.mark.mpi(2)
+@pytest.mark.parametrize(("layout", "replicas"), [("--dp 2 --ep 2", 2), ("--tp 2 --ep 1", 1)])
+def test_decode_keeps_every_replica_at_work(folder: Path, layout: str, replicas: int) -> None:
+    arguments = [str(folder), "--load-format", "random", "--context", "40", "--steps", "3", *layout.split()]
+    arguments += ["--batch", "2", "--batch", "1", "--no-profile", "--results", str(folder / "out"), "--device", "cpu"]
+    ranks = mpirun(2, sys.executable, "-m", "rose_dist", "bench", "decode", *arguments)
+    assert ranks.wait(timeout=120) == 0
+    for row, batch in zip(json.loads((folder / "out" / "decode.json").read_text())["figures"], (2, 1), strict=True):
+        assert row["tok_s"] == pytest.approx(replicas * batch * 1e3 / row["ms_step"])
+        if (replicas, batch) == (2, 1):
+            assert row["experts_touched"] > 0.5  # 4 of 8 are one token's
 
 
 def test_prefill_with_fp8_experts(folder: Path) -> None:

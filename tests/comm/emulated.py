@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from rose_dist.kernels import all_reduce, expert_exchange, jit, launch
+from rose_dist.kernels import jit, launch
 from rose_dist.kernels.arch import HOPPER, Arch, DeviceInfo
-from rose_dist.kernels.cute import moe_combine
-from tests.kernels.emulation import EmulatedTensor
+from tests.kernels.emulation import EmulatedTensor, forget
 from tests.kernels.peers import Peers
 
 SMS = 3
@@ -31,8 +30,7 @@ class Cluster:
         monkeypatch.setattr(launch, "run", self._launch)
         monkeypatch.setattr(jit, "load", lambda kernel: kernel)
         monkeypatch.setattr(torch, "empty", self._allocate)
-        for cached in (moe_combine.launcher, all_reduce._load, expert_exchange._load):
-            cached.cache_clear()
+        forget()
 
     @contextmanager
     def on(self, rank: int) -> Iterator[None]:

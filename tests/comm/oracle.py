@@ -31,6 +31,7 @@ class Case:
     quantized: BlockFormat | None = None
     """By dispatch, of bf16 rows; then `dtype` and the scales' fields say nothing."""
     accumulate: bool = False
+    partial_sums: bool = False
     rows: tuple[int, ...] | None = None
     """Live rows, by replica."""
     seed: int = 0
@@ -46,6 +47,7 @@ class Case:
             out_dtype=self.out_dtype,
             scale_dim=self.scale_dim,
             scale_dtype=self.scale_dtype,
+            partial_sums=self.partial_sums,
         )
         return config if self.quantized is None else replace(config, dtype=torch.bfloat16).in_format(self.quantized)
 
@@ -74,12 +76,13 @@ class Batch:
         scales: torch.Tensor | None = (
             torch.randn(tokens, case.scale_dim, generator=generator).mul(50).to(case.scale_dtype)
         )
+        weights = torch.rand(tokens, case.top_k, generator=generator).masked_fill(ids < 0, torch.nan)
         given = torch.randn(tokens, case.hidden, generator=generator).to(case.config.given_dtype)
         given_scales = scales if case.scale_dim else None
         x, scales = (given, given_scales) if case.quantized is None else reference(given, case.quantized)
         return cls(
             given, given_scales, x, scales,
-            routing=Routing(ids, torch.rand(tokens, case.top_k, generator=generator)),
+            routing=Routing(ids, weights),
             before=torch.randn(tokens, case.hidden, generator=generator).to(case.config.expert_dtype),
             live=live,
         )  # fmt: skip
@@ -131,10 +134,25 @@ def expected_sum(case: Case, batch: Batch, numbers: range, piece: int) -> torch.
     return total
 
 
+def expected_sum_by_rank(case: Case, batch: Batch, layout: Layout) -> torch.Tensor:
+    """[tokens, hidden] fp32: every rank's sum rounded, then added, each where the token first names the rank."""
+    total, shares = torch.zeros(batch.x.shape[0], case.hidden), {}
+    for rank in range(layout.ep):
+        held = layout.at(rank).expert_range(case.experts)
+        shares[held] = expected_sum(case, batch, held, 0).to(case.config.expert_dtype).float()
+    for token in range(batch.live):
+        named = [next(held for held in shares if n in held) for n in batch.routing.ids[token].tolist() if n >= 0]
+        for held in dict.fromkeys(named):
+            total[token] = total[token] + shares[held][token]
+    return total
+
+
 def expected_out(case: Case, batch: Batch, layout: Layout) -> torch.Tensor:
     """[tokens, hidden] of the experts' dtype: what combine must leave in `out`, bit by bit."""
     if layout.moe_mode == "data_parallel":
         total = expected_sum(case, batch, range(case.experts), 0)
+        if case.partial_sums:
+            total = expected_sum_by_rank(case, batch, layout)
     else:
         shares = []
         for rank in range(layout.tp):

@@ -3,7 +3,8 @@
     python -m tests.comm.soak_nvlink [--iterations 1024] [--seconds 3600] [--first 0]
 
 An iteration is a dispatch and a combine of all ranks with fresh routing and fresh numbers of tokens, so that packets,
-packets with plain results and plain rows meet one another, in one launch or by halves. Eight run back to back on the
+packets with plain results and plain rows meet one another, in one launch or by halves; either all results come back to
+their tokens' ranks, or a sum a rank. Eight run back to back on the
 same memory, as a replayed graph would, with nothing between the ranks: each is stopped now and then at random, so that
 others run ahead. Every run of eight has a seed; an error says which one replays it.
 """
@@ -19,7 +20,7 @@ import pytest
 
 from rose_dist.kernels.cute import exchange_rows
 from tests.comm.test_nvlink_gpu import Job
-from tests.comm.test_nvlink_schedules import CASE, Echo, plain_results_from, plain_rows_from
+from tests.comm.test_nvlink_schedules import CASE, SUMMED, Echo, plain_results_from, plain_rows_from
 
 CHAIN = 8
 MOST_TOKENS = 17
@@ -36,7 +37,7 @@ def run(seed: int, monkeypatch: pytest.MonkeyPatch) -> int:
     plain_results_from(3, monkeypatch)
     plain_rows_from(5, monkeypatch)
     ranks = rng.choice(RANKS)
-    job = Job(CASE, ranks, monkeypatch, max_tokens=MOST_TOKENS)
+    job = Job(rng.choice((CASE, SUMMED)), ranks, monkeypatch, max_tokens=MOST_TOKENS)
     echoes = []
     for number in range(CHAIN):
         echo = Echo(job, tuple(rng.choice(TOKENS) for _ in range(ranks)), CHAIN * seed + number)

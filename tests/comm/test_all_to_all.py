@@ -70,6 +70,13 @@ CASES = {
     **{f"R-TOPK {k}": Case(top_k=k, experts=37, tokens=(6, 9)) for k in (1, 2, 3, 6, 8, 9, 10, 16, 22, 32)},
 }
 
+PARTIAL = (
+    "T-ZERO-RANK: none on the first", "T-ZERO-BOUND", "R-NEG1: some skipped", "R-NEG1: all skipped", "R-DUP", "R-IDENT",
+    "R-NONDIV: 7 experts, bf16", "R-NONDIV: fewer experts than ranks", "bf16 with accumulate",
+    "fp8 with scales to bf16", "quantised to mxfp8, with a bound", "R-TOPK 9", "R-TOPK 32",
+)  # fmt: skip
+CASES |= {f"{name}, partial sums": replace(CASES[name], partial_sums=True) for name in PARTIAL}
+
 
 def dispatch(moe: AllToAll, case: Case, batch: Batch) -> Dispatched:
     rows = None if case.rows is None else torch.tensor([batch.live], dtype=torch.int32)
@@ -155,6 +162,7 @@ def test_matrix(name: str) -> None:
     routing=st.sampled_from(["uniform", "one_expert", "last_expert", "same", "skips", "all_skipped", "duplicates"]),
     dtype=st.sampled_from([torch.float32, BF16]),
     accumulate=st.booleans(),
+    partial_sums=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_any_routing(layout: Layout, **fields: object) -> None:

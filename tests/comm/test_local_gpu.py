@@ -55,7 +55,7 @@ def check_rows(case: Case, batch: Batch, plain: Any) -> None:
             assert same_bits(plain.scales[start : start + count], batch.scales[tokens])
 
 
-SMALL = {name: case for name, case in CASES.items() if max(case.tokens) < 200}
+SMALL = {name: case for name, case in CASES.items() if max(case.tokens) < 200 and not case.partial_sums}
 
 
 @pytest.mark.parametrize("name", SMALL)

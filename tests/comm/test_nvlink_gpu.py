@@ -164,6 +164,8 @@ SMALL |= {
     "quantised, a row of several parts": Case(tokens=(2, 1), hidden=5 * 1424, top_k=2, quantized=BLOCKS_FP8),
     "fp8 with scales, 2880": Case(tokens=(2, 1), hidden=2880, top_k=2, dtype=FP8, out_dtype=BF16, scale_dim=23),
 }
+for name in ("top 32", "all alike", "quantised to fp8", "a row of several parts"):
+    SMALL[f"{name}, partial sums"] = replace(SMALL[name], partial_sums=True)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -208,7 +210,7 @@ ROWS = {
     "some": Case(tokens=(21, 18)),
     "one rank has few": Case(tokens=(21, 2)),
     "a bound": Case(tokens=(20, 5), rows=(5, 0)),
-    "skips": Case(tokens=(6, 0), routing="skips"),
+    "skips": Case(tokens=(0, 6), routing="skips"),
     "duplicates": Case(tokens=(5, 4), routing="duplicates"),
     "odd experts": Case(tokens=(18, 5), experts=5, dtype=BF16, accumulate=True),
     "fp8 with scales to bf16": Case(tokens=(5, 3), dtype=FP8, out_dtype=BF16, scale_dim=3, hidden=2096),
@@ -216,6 +218,8 @@ ROWS = {
     "one-byte scales": Case(tokens=(5, 4), dtype=FP8, out_dtype=BF16, scale_dim=5, scale_dtype=torch.uint8, hidden=48),
     "top 17": Case(tokens=(5, 4), top_k=17, experts=37),
 }
+
+ROWS |= {f"{name}, partial sums": replace(case, partial_sums=True) for name, case in ROWS.items()}
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -230,6 +234,9 @@ RETURNS = (
     "T-ZERO-RANK: none on the first", "T-ZERO-BOUND", "R-NEG1: some skipped", "R-DUP", "R-NONDIV: 5 experts",
     "R-NONDIV: fewer experts than ranks", "bf16 with accumulate", "quantised to fp8", "top 32",
 )  # fmt: skip
+
+
+RETURNS += tuple(f"{name}, partial sums" for name in RETURNS if f"{name}, partial sums" in SMALL)
 
 
 @pytest.mark.parametrize("name", RETURNS)

@@ -11,14 +11,16 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from rose_dist.comm.all_to_all.create import region_bytes
 from rose_dist.comm.all_to_all.local_gpu import GpuOptions
 from rose_dist.comm.all_to_all.nvlink import exchange_layout
 from rose_dist.comm.all_to_all.peer_to_peer import PeerToPeer
 from rose_dist.comm.layout import Layout
 from rose_dist.comm.symmetric_memory import Region
 from rose_dist.comm.topology import Topology
-from rose_dist.kernels import network_exchange, nvshmem
+from rose_dist.kernels import nvshmem
 from rose_dist.kernels.arch import ARCHS
+from rose_dist.kernels.errors import KernelArgumentError
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.network_layout import NetworkLayout
 from rose_dist.kernels.peer_regions import NETWORK_RECORD_STAGE, STAGES
@@ -48,7 +50,6 @@ class Nodes(Job):
         self.layout = Layout(ranks, tp=1, dp=ranks, ep=ranks)
         sizes = exchange_layout(self.config, ranks, in_flight, network=True)
         monkeypatch.setattr(nvshmem, "bitcode", lambda arch: None)
-        network_exchange._load.cache_clear()
         self.cluster = Cluster(ranks, sizes.region_bytes, monkeypatch, ARCHS[arch])
         machine = self.cluster.peers.machine
         size = NetworkLayout(sizes).region_bytes
@@ -90,7 +91,12 @@ _compiled: dict[Any, Any] = {}
 
 
 PREFIXES = ("T-ZERO-B", "T-ZERO-R", "R-NEG1: some", "R-DUP", "R-NONDIV: fewer", "fp8", "quantised to mxfp8")
-CHOSEN = [name for name in SMALL if name.startswith(PREFIXES)]
+CHOSEN = [name for name in SMALL if name.startswith(PREFIXES) and not SMALL[name].partial_sums]
+
+
+def test_sums_stay_within_a_node() -> None:
+    with pytest.raises(KernelArgumentError, match="no partial sums"):
+        region_bytes(Case(partial_sums=True).config, 2, network=True)
 
 
 @pytest.mark.parametrize("name", CHOSEN)

@@ -21,8 +21,12 @@ from rose_dist.comm.world import World
 from rose_dist.engine.config import EngineConfig
 from rose_dist.engine.decode_batch import DecodeBatch, TableShape
 from rose_dist.engine.decode_graphs import DecodeGraphs
+from rose_dist.engine.device_draw import DeviceDraw
 from rose_dist.engine.paged_planner import PagedPlanner
+from rose_dist.engine.protocol import Generate, SamplingParams
+from rose_dist.engine.request import Request
 from rose_dist.engine.runner import ModelRunner
+from rose_dist.engine.sampler import Sampler
 from rose_dist.engine.step import SequenceStep, Step
 from rose_dist.kernels import deep_gemm, fp8_experts, paged_prefill
 from rose_dist.kernels.arch import HOPPER, DeviceInfo
@@ -158,14 +162,22 @@ def test_steps_are_those_of_the_cpu(way: str, experts: int, tmp_path: Path, monk
 
     shapes = [TableShape.of(spec, 16, 128) for spec in runner.specs]
     batch = DecodeBatch(4, shapes, storages, runner.sampled, workspace)
-    for fixed in (batch._wide, batch._narrow, batch._changes):
+    for fixed in (batch._numbers, batch._changes):
         fixed.device = place(fixed.device)
     batch._tables = [place(table) for table in batch._tables]
     # Three rows for two sequences; their tokens stand where the step before has left them.
     named = Step([SequenceStep([-1 - i], s.start, s.tables, True) for i, s in enumerate(decode.sequences)])
     before = len(gpu.kernels)
-    found = DecodeGraphs(model, batch, (3,)).run(named)
+    drawing = DeviceDraw(runner.sampled, 64)
+    requests = [
+        Request(b"", Generate(request_id="", prompt=[1], sampling=SamplingParams(temperature=t, top_k=k)), 9, 5, [])
+        for t, k in ((0.0, 0), (1.5, 10))
+    ]
+    found = DecodeGraphs(model, batch, (3,), drawing).run(named, drawing.rules(requests))
     assert_alike(found, expected)
+    plain_logits = found.as_subclass(torch.Tensor).clone()
+    by_torch = Sampler(DeviceDraw(torch.zeros(4, dtype=torch.int64), 64)).sample(plain_logits, requests, None)
+    assert runner.sampled.as_subclass(torch.Tensor).tolist() == [*by_torch.tokens.tolist(), 0, 0]
     ran, decoded = ([type(kernel).__name__ for kernel in gpu.kernels[at:]] for at in (0, before))
     assert set(ran) >= {"Embed", "RMSNorm", "QKNormRope", "SmallLinear", "DecodeAttention"}, ran
     if kind == "fp8":
@@ -177,7 +189,7 @@ def test_steps_are_those_of_the_cpu(way: str, experts: int, tmp_path: Path, monk
         assert set(decoded) >= {"LinearRotary", "Route", "DispatchDecode", "ExpertLinear", "Combine"}, decoded
     else:
         layer = ["LinearRotary", "DecodeAttention", "LinearAdd", "RouteRows", "ExpertLinear"]
-        assert decoded == ["Embed", "RMSNorm", *2 * [*layer, "CombineNorm"], "SmallLinear"], decoded
+        assert decoded == ["Embed", "RMSNorm", *2 * [*layer, "CombineNorm"], "SmallLinear", "DrawRows"], decoded
 
 
 def assert_alike(found: torch.Tensor | None, expected: torch.Tensor) -> None:

@@ -137,7 +137,7 @@ def test_a_decode_step_of_two_ranks_is_that_of_one(ep: int, tmp_path: Path, monk
             )
             shapes = [TableShape.of(spec, 16, 128) for spec in plain.specs]
             batch = DecodeBatch(4, shapes, storages, place(torch.zeros(4, dtype=torch.int64)), workspace)
-            for fixed in (batch._wide, batch._narrow, batch._changes):
+            for fixed in (batch._numbers, batch._changes):
                 fixed.device = place(fixed.device)
             batch._tables = [place(table) for table in batch._tables]
             batch.fill(DECODE, 3)

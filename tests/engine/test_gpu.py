@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from rose_dist.engine.offline import OfflineSession
 from rose_dist.engine.protocol import Generate, SamplingParams
 from rose_dist.engine.runner import ModelRunner
 from rose_dist.engine.step import SequenceStep, Step
+from rose_dist.kernels.routing import Router, Routing, route
+from rose_dist.layers import moe
 from rose_dist.layers.expert_matrices import MoeWeights
 from rose_dist.models.build_options import BuildOptions
 from rose_dist.models.convert.random_weights import PRESETS, write_random_checkpoint
@@ -65,21 +68,28 @@ def all_logits(folder: Path, device: str, dtype: str, kind: MoeWeights, prompt: 
     )  # fmt: skip
     groups = World.join().groups(Layout.of(1))
     options = BuildOptions(groups, chunk, config.torch_dtype, config.device, kind)
-    runner = ModelRunner(load_model(folder, options), config)
+    logits = chunk_logits(ModelRunner(load_model(folder, options), config), prompt, chunk)
+    assert logits is not None
+    return logits
+
+
+def chunk_logits(runner: ModelRunner, prompt: list[int], chunk: int) -> torch.Tensor | None:
+    """fp32 [tokens, vocabulary] on the CPU; None on ranks that have none. Collective as `ModelRunner.run` is."""
     found = []
     for start in range(0, len(prompt), chunk):
         end = min(start + chunk, len(prompt))
-        blocks = list(range(-(-end // config.block_size)))
+        blocks = list(range(-(-end // runner.config.block_size)))
         tables = []
         for spec in runner.specs:
-            first = 0 if spec.window is None else max(0, start - spec.window + 1) // config.block_size
+            first = 0 if spec.window is None else max(0, start - spec.window + 1) // runner.config.block_size
             # Pools of windows are smaller: their blocks go round.
             tables.append((first, [block % spec.blocks for block in blocks[first:]]))
         step = Step([SequenceStep(prompt[start:end], start, tables, True)])
         with torch.inference_mode():
             logits = runner.model(replace(runner._batch(step), logits_rows=None))
-        found.append(logits.cpu())
-    return torch.cat(found)
+        if logits is not None:
+            found.append(logits.cpu())
+    return torch.cat(found) if found else None
 
 
 def errors(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -87,18 +97,51 @@ def errors(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return (found - expected).norm(dim=1) / expected.norm(dim=1)
 
 
+class SameExperts:
+    """Stands in for the router: what the first run chooses is kept, later runs choose it again, with their own weights.
+
+    One token that takes another expert for a rounding moves all later ones that attend to it: of a prompt's few such
+    tokens hangs whether its median error is that of another prompt or 1.7 times as much, with the same roundings. With
+    the same experts medians differ by a few percent. `differing` counts what the router would have chosen otherwise.
+    """
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+        self.again: Iterator[torch.Tensor] | None = None
+        self.differing = 0
+
+    def __call__(self, logits: torch.Tensor, rule: Router, *, live_rows: torch.Tensor | None = None) -> Routing:
+        own = route(logits, rule, live_rows=live_rows)
+        if self.again is None:
+            self.kept.append(own.ids)
+            return own
+        ids = next(self.again)
+        self.differing += int((own.ids.cpu().sort().values != ids.sort().values).any(1).sum())
+        ids = ids.to(logits.device)
+        return Routing(ids, logits.float().gather(1, ids.long()).softmax(-1))
+
+    def repeat(self) -> None:
+        self.again, self.differing = iter(self.kept), 0
+
+
 @pytest.mark.parametrize("chunk", [64, 512])
 @pytest.mark.parametrize("length", [40, 300])
-def test_logits_of_a_tiny_checkpoint(tiny: Path, length: int, chunk: int) -> None:
-    """Its random weights amplify what bf16 rounds, and a token that takes another expert for a rounding is far off: the
-    CPU in bf16 says how much of either there is.
-    """
+def test_logits_of_a_tiny_checkpoint(tiny: Path, length: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its random weights amplify what bf16 rounds: the CPU in bf16 says how much."""
+    experts = SameExperts()
+    monkeypatch.setattr(moe, "route", experts)
     prompt = random_prompt(length, 1)
     expected = all_logits(tiny, "cpu", "float32", "bf16", prompt, chunk)
+    experts.repeat()
     rounded = errors(all_logits(tiny, "cpu", "bfloat16", "bf16", prompt, chunk), expected)
+    elsewhere = experts.differing
+    experts.repeat()
     found = errors(all_logits(tiny, "cuda:0", "bfloat16", "bf16", prompt, chunk), expected)
-    assert found.median() < 1.2 * rounded.median()
-    assert (found > 0.05).sum() <= (rounded > 0.05).sum() + 0.05 * length
+    print(f"median {found.median():.4f}, of the CPU in bf16 {rounded.median():.4f}; most {found.max():.4f}, "
+          f"{rounded.max():.4f}; other experts {experts.differing}, {elsewhere}")  # fmt: skip
+    assert found.median() < 1.15 * rounded.median()
+    assert found.max() < 2 * rounded.max()
+    assert experts.differing <= 2 * elsewhere + 10
 
 
 @pytest.mark.parametrize("kind", ["bf16", "mxfp4"])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from rose_dist.engine.device_draw import DeviceDraw
 from rose_dist.engine.draw import uniform
 from rose_dist.engine.protocol import Generate, SamplingParams
 from rose_dist.engine.request import Request
@@ -96,7 +97,7 @@ def batch(seed: int) -> tuple[torch.Tensor, list[Request]]:
 
 
 def sampler() -> Sampler:
-    return Sampler(torch.zeros(64, dtype=torch.int64))
+    return Sampler(DeviceDraw(torch.zeros(64, dtype=torch.int64), VOCABULARY))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -116,7 +117,7 @@ def test_the_batch_makes_no_difference() -> None:
 def test_tokens_stay_on_the_device_for_the_next_step() -> None:
     logits, requests = batch(1)
     left = torch.zeros(64, dtype=torch.int64)
-    found = Sampler(left).sample(logits, requests, None).result()
+    found = Sampler(DeviceDraw(left, VOCABULARY)).sample(logits, requests, None).result()
     assert left[: len(requests)].tolist() == [each.token for each in found]
 
 

@@ -2,12 +2,15 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from rose_dist.frontend.formats.choose import choose_format, load_codec
 from rose_dist.frontend.formats.harmony_vocabulary import CONTROL_TEXT, SIZE, HarmonyVocabulary
+from rose_dist.frontend.tokenizer import TokenizerError
 from rose_dist.vocabulary import (
     FILE_NAME,
     SHA256,
@@ -154,3 +157,11 @@ def test_a_checkpoint_in_openai_s_layout_has_harmony_s_bytes(tmp_path):
     assert checkpoint_token_bytes(tmp_path, SIZE) == load_token_bytes(find_ranks_file())
     with pytest.raises(VocabularyError, match=r"tokenizer\.json"):
         checkpoint_token_bytes(tmp_path, SIZE - 1)
+
+
+def test_a_model_known_by_name_alone_speaks_harmony(tmp_path):
+    codec = load_codec(Path("gpt-oss-20b"))
+    assert codec.decode(codec.encode("Rose")) == "Rose"
+    assert type(choose_format("auto", codec)).__name__ == "HarmonyFormat"
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        load_codec(tmp_path / "another")

@@ -19,36 +19,8 @@ from cuda.bindings.driver import CUstream
 
 from rose_dist.kernels import jit, launch, layer_meeting
 from rose_dist.kernels.arch import Arch, DeviceInfo
-from rose_dist.kernels.cute import (
-    attention_sinks,
-    combine_norm,
-    embedding,
-    expert_map,
-    linear_add,
-    linear_rotary,
-    moe_combine,
-    mxfp4_experts,
-    mxfp4_experts_prefill,
-    mxfp4_experts_warpgroup,
-    paged_attention_decode,
-    qk_norm,
-    quantize,
-    rms_norm,
-    route_rows,
-    routing,
-    small_linear,
-    swiglu,
-)  # fmt: skip
 from tests.ptx.cutedsl import Compiled, compile_kernel
 from tests.ptx.machine import Machine
-
-_CACHES = (
-    rms_norm.launcher, quantize.quantizer, quantize.dequantizer, qk_norm.launcher, swiglu.launcher,
-    routing.launcher, embedding.launcher, expert_map.launcher, moe_combine.launcher, mxfp4_experts.launcher,
-    mxfp4_experts_prefill.launcher, mxfp4_experts_warpgroup.launcher, paged_attention_decode.launcher,
-    small_linear.launcher, attention_sinks.launcher,
-    linear_add.launcher, linear_rotary.launcher, combine_norm.launcher, route_rows.launcher,
-)  # fmt: skip
 
 _EMPTY = torch.empty
 
@@ -65,11 +37,15 @@ def compiled(kernel: jit.Kernel) -> Compiled:
     return compile_kernel(kernel, *kernel.arguments(), arch=str(kernel.arch))
 
 
-def prepared() -> Iterator[Any]:
-    """The functions that remember forms of arguments, and kernels for them."""
+def forget() -> None:
+    """Empty what the functions of `rose_dist.kernels` remember: forms of arguments, and kernels for them. To be called
+    before and after an emulation, since a real GPU's launchers and an emulated one's are remembered in one place.
+    """
     for name, module in list(sys.modules.items()):
-        if name.startswith("rose_dist.kernels.") and "cute" not in name:
-            yield from (function for function in vars(module).values() if hasattr(function, "cache_clear"))
+        if name.startswith("rose_dist.kernels."):
+            for function in list(vars(module).values()):
+                if hasattr(function, "cache_clear"):
+                    function.cache_clear()
 
 
 def stream() -> CUstream:
@@ -133,8 +109,7 @@ class Emulator:
 def install(monkeypatch: pytest.MonkeyPatch, arch: Arch, sms: int = 4) -> Emulator:
     """Route all launches of this test to an emulated GPU."""
     emulator = Emulator(arch, sms)
-    for function in (*_CACHES, *prepared()):
-        function.cache_clear()
+    forget()
     monkeypatch.setattr(launch, "device", lambda tensor: emulator.info)
     monkeypatch.setattr(launch, "run", emulator.run)
     monkeypatch.setattr(jit, "load", lambda kernel: kernel)

@@ -86,8 +86,15 @@ def test_bytes_of_models() -> None:
     assert GPT_OSS.region_bytes == 2 * 8 * 7 * 16 + 2 * 8 * 64 * 482 * 16 + 64 * 4 * 480 * 16
     assert (DEEPSEEK.meta_packets, DEEPSEEK.data_packets, DEEPSEEK.meta_offset) == (3, 616, 7392)
     assert DEEPSEEK.record_bytes == 7552
-    assert (DEEPSEEK.packet_tokens, DEEPSEEK.result_packet_tokens, GPT_OSS.result_packet_tokens) == (256, 36, 64)
+    assert (DEEPSEEK.packet_tokens, DEEPSEEK.result_packet_tokens, GPT_OSS.result_packet_tokens) == (256, 73, 64)
     assert DEEPSEEK.start("result_flags") > 1 << 28
+
+
+def test_partial_sums() -> None:
+    """Weights travel behind the places; a token gets no more rows back than there are ranks."""
+    layout = replace(DEEPSEEK, partial_sums=True)
+    assert (layout.note_words, layout.meta_words, layout.meta_packets) == (16, 17, 6)
+    assert [replace(layout, ranks=ranks).result_packet_tokens for ranks in (2, 8, 16)] == [256, 73, 73]
 
 
 def test_offsets_beyond_32_bits() -> None:

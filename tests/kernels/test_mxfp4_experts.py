@@ -15,7 +15,7 @@ from rose_dist.kernels.mxfp4_experts import ExpertLayer, ExpertRows, expert_line
 from rose_dist.kernels.mxfp4_layout import PackedMxfp4, pack_mxfp4
 from rose_dist.kernels.stream_tiling import EXPERT_SHAPES, StreamShape
 from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, Ranges
-from rose_dist.kernels.warpgroup_tiling import WarpgroupShape
+from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES
 from tests.kernels.test_mxfp4_layout import random_mxfp4
 
 LIMIT = 7.0
@@ -111,14 +111,14 @@ def test_many_rows_match_float64(gpu: Any, gated: bool, counts: list[int], colum
     [([1] * 4, 6, 5), ([1, 70, 2, 40, 1], 6, 4), ([3, 1, 33, 2, 1, 100, 5], 1, 4), ([1] * 4, 3, 5)],
     ids=str,
 )
-def test_feeding_warps_never_run_two_rounds_ahead(
+def test_many_rows_in_rings_that_items_do_not_divide(
     gpu: Any, counts: list[int], columns: int, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One block with items of few rows, whose feeding warps take turns, in a ring that their turns don't divide."""
+    """One block with several items, some shorter than the ring."""
     if gpu.real or not gpu.info.arch.hopper:
         pytest.skip("of the kernel of warpgroups, in schedules of the interpreter")
     gpu.info = replace(gpu.info, sms=1)
-    shape = WarpgroupShape(widths=(8, 40, 104), step_columns=1, stages=stages)
+    shape = replace(WARPGROUP_SHAPES.variants[1], widths=(8, 40, 104), step_columns=1, stages=stages)
     monkeypatch.setattr(mxfp4_experts, "WARPGROUP_SHAPES", Ranges((0,), (shape,)))
     layer = Layer(counts, columns * 32, 32)
     for gpu.seed in range(2):

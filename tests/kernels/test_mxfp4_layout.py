@@ -29,7 +29,7 @@ def as_kernel(packed: PackedMxfp4, expert: int) -> torch.Tensor:
                     scale = (raw[CODE_BYTES + 4 * g + i].int() << 7).to(torch.int16).view(torch.bfloat16).double()
                     for q in range(4):
                         values = codes_to_bf16(int(words[g, q, i])).double() * scale
-                        out[row, 32 * group + 8 * q : 32 * group + 8 * q + 8] = values
+                        out[row, 32 * group : 32 * group + 32].view(4, 4, 2)[:, q] = values.view(4, 2)
     return out * packed.rescale[expert].double()
 
 

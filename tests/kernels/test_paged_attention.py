@@ -3,121 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from rose_dist.kernels import attention_tiling
 from rose_dist.kernels.arch import DeviceInfo
-from rose_dist.kernels.errors import KernelArgumentError
 from rose_dist.kernels.paged_attention import DecodeWorkspace, decode
 from rose_dist.kernels.qk_norm import PagedCache, qk_norm_rope_cache
+from rose_dist.kernels.variants import Ranges
 from tests.kernels.conftest import emulated
-
-NAN = math.nan
-BLOCK = 16
-
-
-@dataclass(frozen=True)
-class Cache:
-    """A cache full of NaN but for the tokens of some requests, which sit in shuffled blocks."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    tables: torch.Tensor
-    first: torch.Tensor
-    lengths: torch.Tensor
-    window: int | None
-    block_size: int = BLOCK
-
-    @classmethod
-    def filled(
-        cls, lengths: list[int], key_heads: int, head_dim: int, *, window: int | None = None, block_size: int = BLOCK,
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> Cache:  # fmt: skip
-        """With a window, a request's table starts at the first block that its query sees."""
-        firsts = [0 if window is None else max(0, length - window) // block_size for length in lengths]
-        counts = [-(-length // block_size) - first for length, first in zip(lengths, firsts, strict=True)]
-        blocks = sum(counts) + 3
-        order = torch.randperm(blocks).tolist()
-        shape = (blocks * block_size, key_heads, head_dim)
-        keys, values = (torch.full(shape, NAN).bfloat16() for _ in range(2))
-        # Entries that no query may follow point far outside.
-        tables = torch.full((len(lengths), max([*counts, 1])), 1 << 20, dtype=torch.int32)
-        for row, (length, first, count) in enumerate(zip(lengths, firsts, counts, strict=True)):
-            own, order = order[:count], order[count:]
-            tables[row, :count] = torch.tensor(own, dtype=torch.int32)
-            low = 0 if window is None else max(0, length - window)
-            for position in range(low, length):
-                slot = own[position // block_size - first] * block_size + position % block_size
-                keys[slot], values[slot] = torch.randn(2, key_heads, head_dim).bfloat16()
-        return cls(
-            keys.to(dtype), values.to(dtype), tables, torch.tensor(firsts, dtype=torch.int32),
-            torch.tensor(lengths, dtype=torch.int32), window, block_size,
-        )  # fmt: skip
-
-    def visible(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values that the request's query sees, in float64."""
-        length = int(self.lengths[row])
-        low = 0 if self.window is None else max(0, length - self.window)
-        slots = [
-            int(self.tables[row, p // self.block_size - int(self.first[row])]) * self.block_size + p % self.block_size
-            for p in range(low, length)
-        ]
-        return self.keys.double()[slots], self.values.double()[slots]
-
-
-def exact(q: torch.Tensor, cache: Cache, row: int, scale: float, sinks: torch.Tensor | None) -> torch.Tensor:
-    """The definition, head by head."""
-    keys, values = cache.visible(row)
-    group = q.shape[1] // keys.shape[1]
-    out = torch.zeros(q.shape[1:], dtype=torch.float64)
-    for head in range(q.shape[1]):
-        scores = keys[:, head // group] @ q[row, head].double() * scale
-        terms = scores.tolist() + ([] if sinks is None else [float(sinks[head])])
-        if scores.numel():
-            top = max(terms)
-            total = sum(math.exp(term - top) for term in terms)
-            out[head] = (scores - top).exp() / total @ values[:, head // group]
-    return out
-
-
-def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Weights are rounded to bf16 before they meet the values, and the result is."""
-    assert (got.double() - wanted).abs().max() <= 2**-8 * wanted.abs().max() + 1e-6
-
-
-def attend(
-    gpu: Any, q: torch.Tensor, cache: Cache, *, sinks: torch.Tensor | None = None, context: int = 1 << 20,
-    rows: int | None = None, scale: float = 0.2, workspace: DecodeWorkspace | None = None, **options: float,
-) -> torch.Tensor:  # fmt: skip
-    moved = gpu.tensor(q)
-    if workspace is None:
-        workspace = DecodeWorkspace.allocate(
-            requests=q.shape[0], query_heads=q.shape[1], key_heads=cache.keys.shape[1], head_dim=q.shape[2],
-            context=context, device=moved.device,
-        )  # fmt: skip
-    out = decode(
-        moved, gpu.tensor(cache.keys), gpu.tensor(cache.values), gpu.tensor(cache.tables),
-        None if cache.window is None else gpu.tensor(cache.first), gpu.tensor(cache.lengths),
-        None if sinks is None else gpu.tensor(sinks), window=cache.window, block_size=cache.block_size, scale=scale,
-        rows=None if rows is None else gpu.tensor(torch.tensor([rows], dtype=torch.int32)), workspace=workspace,
-        **options,
-    )  # fmt: skip
-    assert not gpu.plain(workspace.counters).any()
-    return gpu.plain(out)
-
-
-def check(gpu: Any, lengths: list[int], heads: tuple[int, int, int], window: int | None = None, **options: Any) -> None:
-    query_heads, key_heads, head_dim = heads
-    cache = Cache.filled(lengths, key_heads, head_dim, window=window)
-    q = torch.randn(len(lengths), query_heads, head_dim).bfloat16()
-    sinks = torch.randn(query_heads)
-    out = attend(gpu, q, cache, sinks=sinks, **options)
-    for row in range(len(lengths)):
-        assert_close(out[row], exact(q, cache, row, 0.2, sinks))
+from tests.kernels.paged_cache import BLOCK, NAN, Cache, assert_close, attend, check, exact
 
 
 @pytest.mark.parametrize("heads", [(8, 1, 64), (4, 1, 64), (2, 2, 64), (16, 1, 128)], ids=str)
@@ -158,6 +56,20 @@ def test_any_number_of_blocks_gives_the_same_bits(monkeypatch: pytest.MonkeyPatc
     for sms in (1, 2, 3):
         gpu.info = DeviceInfo(gpu.info.arch, sms)
         assert torch.equal(attend(gpu, q, cache, sinks=sinks), several)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "fp8"])
+def test_any_bytes_of_a_token_a_block_give_the_same_bits(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    cache = Cache.filled([300, 0, 20, 270], 4, 64, dtype=dtype)
+    q, sinks = torch.randn(4, 16, 64).bfloat16(), torch.randn(16)
+    found = []
+    for size in (64, 128, 256):
+        monkeypatch.setattr(attention_tiling, "ROW_BYTES", dict.fromkeys((1, 2), Ranges((0,), (size,))))
+        found.append(attend(gpu, q, cache, sinks=sinks))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[1], found[2])
 
 
 def test_few_requests_with_a_window_have_the_same_bits(gpu: Any) -> None:
@@ -350,65 +262,3 @@ def test_reference_on_the_cpu() -> None:
     for window in (None, 20):
         check(Here, [1, 16, 37, 0, 70], (8, 2, 64), window)
     check(Here, [40, 30], (8, 8, 128), rows=2)
-
-
-def test_no_requests() -> None:
-    empty = torch.zeros(0, 8, 64).bfloat16()
-    cache = torch.zeros(16, 1, 64).bfloat16()
-    none = torch.zeros(0, dtype=torch.int32)
-    out = decode(empty, cache, cache, none[:, None], None, none, None, window=None, block_size=16, scale=1.0)
-    assert out.shape == (0, 8, 64)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"q": torch.zeros(2, 8, 64).half()}, "q: dtype is torch.float16"),
-        ({"q": torch.zeros(2, 9, 64).bfloat16()}, "q: 9 query heads for 2 key heads"),
-        ({"q": torch.zeros(2, 64, 64).bfloat16()}, "q: 64 query heads for 2 key heads; needs 1 to 16"),
-        ({"q": torch.zeros(2, 64, 8).bfloat16().transpose(1, 2)}, "q: rows are not contiguous"),
-        ({"keys": torch.zeros(32, 2, 64)}, "keys: dtype"),
-        ({"values": torch.zeros(32, 2, 64).to(torch.float8_e4m3fn)}, "values: dtype"),
-        ({"values": torch.zeros(48, 2, 64).bfloat16()}, "values: must have the shape"),
-        ({"tables": torch.zeros(2, 3, dtype=torch.int64)}, "tables: dtype"),
-        ({"lengths": torch.zeros(3, dtype=torch.int32)}, "lengths: shape"),
-        ({"block_size": 24}, "block_size: is 24; must be a positive multiple of 16"),
-        ({"window": 0}, "window: is 0"),
-        ({"sinks": torch.zeros(8).bfloat16()}, "sinks: dtype"),
-        ({"first": torch.zeros(2)}, "first: dtype"),
-        ({"rows": torch.zeros(2, dtype=torch.int32)}, "rows: shape"),
-        ({"out": torch.zeros(2, 8, 128).bfloat16()[..., ::2]}, "out: is not contiguous"),
-    ],
-)
-def test_bad_arguments(change: dict[str, Any], message: str) -> None:
-    cache = torch.zeros(32, 2, 64).bfloat16()
-    arguments: dict[str, Any] = {
-        "q": torch.zeros(2, 8, 64).bfloat16(), "keys": cache, "values": cache,
-        "tables": torch.zeros(2, 3, dtype=torch.int32), "first": None, "lengths": torch.zeros(2, dtype=torch.int32),
-        "sinks": None, "window": None, "block_size": 16, "scale": 1.0,
-    }  # fmt: skip
-    with pytest.raises(KernelArgumentError, match=message):
-        decode(**arguments | change)
-
-
-@pytest.mark.parametrize(
-    ("q", "message"),
-    [
-        (torch.zeros(2, 8, 64), "q: dtype is torch.float32; allowed: torch.bfloat16"),
-        (torch.zeros(2, 8, 96).bfloat16(), r"q: head_dim is 96; allowed: \(64, 128\)"),
-    ],
-)
-def test_bad_arguments_on_a_gpu(gpu: Any, q: torch.Tensor, message: str) -> None:
-    """A CPU takes more."""
-    with pytest.raises(KernelArgumentError, match=message):
-        attend(gpu, q, Cache.filled([20, 20], 2, q.shape[2]))
-
-
-def test_workspace_of_another_shape(gpu: Any) -> None:
-    cache = Cache.filled([20, 20], 2, 64)
-    q = torch.randn(2, 8, 64).bfloat16()
-    device = gpu.tensor(q).device
-    for other in ({"requests": 1}, {"key_heads": 1}, {"head_dim": 128}):
-        sizes = {"requests": 2, "query_heads": 8, "key_heads": 2, "head_dim": 64, "context": 64} | other
-        with pytest.raises(KernelArgumentError, match="workspace: was allocated for"):
-            attend(gpu, q, cache, workspace=DecodeWorkspace.allocate(**sizes, device=device))

@@ -16,7 +16,7 @@ from rose_dist.kernels.cute.attention_results import THREADS, WARPS
 from rose_dist.kernels.cute.paged_attention_decode import DecodeAttention
 from rose_dist.kernels.jit import Binary
 from tests.kernels import emulation
-from tests.kernels.test_paged_attention import Cache, assert_close, attend, exact
+from tests.kernels.paged_cache import Cache, assert_close, attend, exact
 from tests.ptx.errors import PtxError
 from tests.ptx.weaken import Weakening, weakenings
 

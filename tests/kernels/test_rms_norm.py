@@ -52,10 +52,11 @@ def test_many_rows_take_the_bandwidth_variant(gpu: Any) -> None:
     assert_rounded(gpu.plain(rms_norm(gpu.tensor(x), gpu.tensor(weight), EPS)), exact(x, weight))
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["cluster", "apart"])
 @pytest.mark.parametrize("hidden", [2048, 2880])
-def test_a_row_over_a_cluster(gpu: Any, monkeypatch: pytest.MonkeyPatch, hidden: int) -> None:
+def test_a_row_over_several_blocks(gpu: Any, monkeypatch: pytest.MonkeyPatch, hidden: int, apart: bool) -> None:
     """2048 columns fill two blocks on Hopper; in 2880 some threads of the last have nothing."""
-    shape = RowShape(bytes=16, threads=32, split_threads=128)
+    shape = RowShape(bytes=16, threads=32, split_threads=128, apart=apart)
     for name in ("ROW_SHAPES", "QUANTIZE_SHAPES"):
         monkeypatch.setattr(rms_norm_module, name, Ranges((0,), (shape,)))
     x, residual, weight = torch.randn(3, hidden).bfloat16(), torch.randn(3, hidden).bfloat16(), torch.randn(hidden)
@@ -119,7 +120,7 @@ def test_quantised_output_decodes_to_the_norm(gpu: Any, fmt: BlockFormat, residu
 
 
 @pytest.mark.parametrize("fmt", [FP8, MXFP4, NVFP4], ids=str)
-@pytest.mark.parametrize("hidden", [128, 288])
+@pytest.mark.parametrize("hidden", [64, 128, 288])
 def test_quantised_rows_for_every_processor(gpu: Any, fmt: BlockFormat, hidden: int) -> None:
     """So many that lanes take several vectors at a time."""
     rows = 8 * gpu.info.sms + 3

@@ -10,7 +10,6 @@ from rose_dist.kernels import launch
 from rose_dist.kernels.arch import BLACKWELL, HOPPER
 from rose_dist.kernels.row_tiling import (
     ACTIVATION_SHAPES,
-    CLUSTER_SHAPE,
     DECODE_SHAPES,
     QUANTIZE_SHAPES,
     ROW_SHAPES,
@@ -21,7 +20,7 @@ from rose_dist.kernels.variants import COUNTING_ROUTERS, ROUTERS, Ranges, router
 
 SHAPES = [
     *(shape for shapes in (ROW_SHAPES, QUANTIZE_SHAPES, ACTIVATION_SHAPES, DECODE_SHAPES) for shape in shapes.variants),
-    CLUSTER_SHAPE,
+    RowShape(bytes=16, threads=32, split_threads=448),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rose_dist.cli.bench.results import plot, table, write
-from rose_dist.cli.engine_options import EngineOptions, engine_options
-from rose_dist.cli.offline import offline_session
+from rose_dist.cli.engine_options import EngineOptions, engine_options, joined, load_engine
 
 if TYPE_CHECKING:
     from rose_dist.engine.engine import Engine
@@ -25,7 +25,11 @@ PROFILED = 8
 @click.command("decode")
 @engine_options
 @click.option(
-    "--batch", "batches", type=click.IntRange(min=1), multiple=True, help="Default: 1, 2, 4 … 128, up to --max-running."
+    "--batch",
+    "batches",
+    type=click.IntRange(min=1),
+    multiple=True,
+    help="Requests of each replica. Default: 1, 2, 4 … 128, up to --max-running.",
 )
 @click.option("--context", type=click.IntRange(min=2), default=1024, show_default=True, help="Tokens before the first.")
 @click.option("--steps", type=click.IntRange(min=1), default=50, show_default=True, help="Timed steps a batch size.")
@@ -36,45 +40,47 @@ def command(
 ) -> None:
     """Time decode steps of MODEL with requests whose context is random keys and values: no prefill is needed.
 
-    Best with --load-format random. The floor is the time in which the bytes that a step must read are copied.
+    Best with --load-format random. The floor is the time in which the bytes that a step must read on rank 0 are copied.
+    Of several ranks each does all that is below, so that no replica of a data-parallel layout is idle.
     """
     started = time.perf_counter()
-    with offline_session(options) as session:
-        if session is None:
-            return
-        engine = session.engine
+    with joined(options, logging.WARNING) as (world, groups, config):
+        engine = load_engine(world, groups, config)
         from rose_dist.cli.bench.floor import copy_rate  # noqa: PLC0415  imports torch
 
-        batches = batches or tuple(size for size in SWEEP if size <= engine.config.max_running)
-        if max(batches) > engine.config.max_running:
+        batches = batches or tuple(size for size in SWEEP if size <= config.max_running)
+        if max(batches) > config.max_running:
             raise click.ClickException(f"batch {max(batches)} needs --max-running of at least as many")
-        rate = copy_rate(engine.config.device)
+        rate = copy_rate(config.device)
         about = {
             "model": str(options.model),
-            "layout": str(engine.groups.layout),
+            "layout": str(groups.layout),
             "context": context,
             "start_to_ready_s": time.perf_counter() - started,
             "copy_rate_tb_s": rate / 1e12,
             "weights_gb": sum(parameter.nbytes for parameter in engine.runner.model.parameters()) / 1e9,
             "kv_tokens": engine.scheduler.kv.capacity,
         }
-        click.echo(", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-                             for key, value in about.items()))  # fmt: skip
+        say = click.echo if world.rank == 0 else _say_nothing
+        say(", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+                      for key, value in about.items()))  # fmt: skip
         _fill_cache(engine)
-        session.bell.ring()
         rows, texts = [], []
         for batch in batches:
             row, text = _measure(engine, batch, context, steps, profiled, rate)
             rows.append(row)
             texts.append(text)
-            click.echo(table([row]).splitlines()[2] if len(rows) > 1 else table([row]))
+            say(table([row]).splitlines()[2] if len(rows) > 1 else table([row]))
         more = "".join(f"\n## Batch {batch}\n\n```\n{text}\n```\n" for batch, text in zip(batches, texts, strict=True))
         if profiled:
-            click.echo(more)
-        if results is not None:
+            say(more)
+        if results is not None and world.rank == 0:
             write(results, "decode", about, rows, more if profiled else "")
             plot(results, "decode", rows, "batch", ["ms_step", "floor_ms"])
-        engine.step()
+
+
+def _say_nothing(text: str) -> None:
+    """What other ranks than the first have found is what the first says."""
 
 
 def _fill_cache(engine: Engine) -> None:
@@ -89,10 +95,11 @@ def _fill_cache(engine: Engine) -> None:
 def _measure(
     engine: Engine, batch: int, context: int, steps: int, profiled: bool, copy_rate: float
 ) -> tuple[dict[str, Any], str]:
+    from rose_dist.cli.bench.expert_spread import touched_share, uniform_share  # noqa: PLC0415  imports torch
     from rose_dist.cli.bench.floor import floor_bytes, synchronize  # noqa: PLC0415
     from rose_dist.cli.bench.profile import breakdown  # noqa: PLC0415
 
-    device, idle, text = engine.config.device, 0.0, ""
+    device, model, idle, text = engine.config.device, engine.runner.model, 0.0, ""
     with _running(engine, batch, context, WARM_UP + steps + PROFILED + 5):
         for _ in range(WARM_UP):
             engine.step()
@@ -102,41 +109,32 @@ def _measure(
             engine.step()
         synchronize(device)
         seconds = (time.perf_counter() - begun) / steps
-        touched = _touched(engine)
+        touched = touched_share(engine, engine.step)
         if profiled:
             found = breakdown(engine.step, PROFILED)
             idle, text = found.idle, found.text()
-    floor = floor_bytes(engine.runner.model, batch, context, touched) / copy_rate
+    floor = floor_bytes(model, batch, context, touched) / copy_rate
     row = {
         "batch": batch,
         "ms_step": seconds * 1e3,
-        "tok_s": batch / seconds,
+        "tok_s": batch * engine.groups.layout.dp / seconds,
         "floor_ms": floor * 1e3,
         "share_of_floor": floor / seconds,
         "experts_touched": touched,
+        "touched_if_uniform": uniform_share(model, batch),
     }
     return row | ({"idle_share": idle} if profiled else {}), text
 
 
-def _touched(engine: Engine) -> float:
-    """Share of all layers' experts that one more step goes to."""
-    from rose_dist.cli.bench.floor import synchronize  # noqa: PLC0415
-
-    load, device = engine.runner.model.expert_load, engine.config.device
-    synchronize(device)
-    before = load.clone()
-    engine.step()
-    synchronize(device)
-    return float((load > before).double().mean())
-
-
 @contextmanager
 def _running(engine: Engine, batch: int, context: int, tokens: int) -> Iterator[None]:
-    """So many requests that decode, as if their prompts had been computed."""
+    """So many requests of each replica that decode, as if their prompts had been computed. Collective, as steps are."""
+    from rose_dist.engine.engine import Outcome  # noqa: PLC0415
     from rose_dist.engine.protocol import Generate, SamplingParams  # noqa: PLC0415
 
-    scheduler = engine.scheduler
-    for number in range(batch):
+    scheduler, first = engine.scheduler, engine.groups.place.dp_rank * batch
+    numbers = range(first, first + batch) if engine.leader else ()
+    for number in numbers:
         # Different prompts and tokens drawn at random, or else the rows would come to take the same experts: greedy
         # decoding of random weights brings all requests to the same few tokens.
         prompt = [(7919 * (number + 1) + 31 * i) % scheduler.vocab_size for i in range(context)]
@@ -150,7 +148,7 @@ def _running(engine: Engine, batch: int, context: int, tokens: int) -> Iterator[
             ),
         )
     yield
-    for number in range(batch):
+    for number in numbers:
         scheduler.cancel(b"bench", f"{number}")
-    while engine.has_work:
-        engine.step()
+    while engine.step()[0] is Outcome.WORKED:
+        pass

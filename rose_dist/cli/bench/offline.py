@@ -22,7 +22,8 @@ class Figures:
     """Medians over the rounds.
 
     first_token_ms: from the call to the last request's first token.
-    step_ms: between the tokens of a request, after that.
+    step_ms: between the tokens of a request, after that, if all requests run at once.
+    output_tokens_per_s: of whole requests, prefill and all: what a server can reach at most.
     expert_balance: of all tokens since start, under the present placement: mean over busiest rank's load.
     """
 
@@ -31,6 +32,7 @@ class Figures:
     prefill_tokens_per_s: float
     step_ms: float
     decode_tokens_per_s: float
+    output_tokens_per_s: float
     expert_balance: float
 
 
@@ -59,7 +61,7 @@ def command(
         if not as_json:
             engine = session.engine
             click.echo(f"{engine.groups.layout}, {engine.config.dtype}, {prompt_tokens} tokens in, {output_tokens} out")
-            click.echo("batch  first token ms  prefill tok/s  step ms  decode tok/s  expert balance")
+            click.echo("batch  first token ms  prefill tok/s  step ms  decode tok/s  whole tok/s  expert balance")
         for batch in batches:
             figures = _measure(session, batch, prompt_tokens, output_tokens, rounds, rebalance)
             click.echo(json.dumps(asdict(figures)) if as_json else _line(figures))
@@ -68,7 +70,8 @@ def command(
 def _line(figures: Figures) -> str:
     return (
         f"{figures.batch:5}  {figures.first_token_ms:14.1f}  {figures.prefill_tokens_per_s:13.0f}  "
-        f"{figures.step_ms:7.2f}  {figures.decode_tokens_per_s:12.1f}  {figures.expert_balance:14.2f}"
+        f"{figures.step_ms:7.2f}  {figures.decode_tokens_per_s:12.1f}  "
+        f"{figures.output_tokens_per_s:11.1f}  {figures.expert_balance:14.2f}"
     )
 
 
@@ -84,8 +87,9 @@ def _measure(
         session.engine.rebalance_wanted = rebalance and seed == 0
     first = statistics.median(first for first, _ in runs[1:])
     step = statistics.median((whole - first) / (output_tokens - 1) for first, whole in runs[1:])
+    whole = statistics.median(batch * output_tokens / whole for _, whole in runs[1:])
     balance = session.engine.scheduler.stats.expert_balance
-    return Figures(batch, first * 1e3, batch * prompt_tokens / first, step * 1e3, batch / step, balance)
+    return Figures(batch, first * 1e3, batch * prompt_tokens / first, step * 1e3, batch / step, whole, balance)
 
 
 def _run(session: OfflineSession, prompts: Sequence[list[int]], count: int) -> tuple[float, float]:

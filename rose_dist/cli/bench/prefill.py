@@ -32,14 +32,23 @@ def command(
     with offline_session(options) as session:
         if session is None:
             return
-        from rose_dist.cli.bench.profile import breakdown  # noqa: PLC0415  imports torch
+        from rose_dist.cli.bench.expert_spread import touched_share, uniform_share  # noqa: PLC0415  imports torch
+        from rose_dist.cli.bench.profile import breakdown  # noqa: PLC0415
 
+        model = session.engine.runner.model
         rows: list[dict[str, Any]] = []
         more = ""
         for length in lengths:
             times = [_run(session, length) for _ in range(rounds + 2)][2:]
             seconds = statistics.median(times)
-            row = {"prompt_tokens": length, "ms": seconds * 1e3, "tok_s": length / seconds, "ms_most": max(times) * 1e3}
+            row = {
+                "prompt_tokens": length,
+                "ms": seconds * 1e3,
+                "tok_s": length / seconds,
+                "ms_most": max(times) * 1e3,
+                "experts_touched": touched_share(session.engine, lambda length=length: _run(session, length)),  # type: ignore[misc]
+                "touched_if_uniform": uniform_share(model, length),
+            }
             if profiled:
                 found = breakdown(lambda length=length: _run(session, length), PROFILED)  # type: ignore[misc]
                 row["idle_share"] = found.idle

@@ -10,22 +10,28 @@ from typing import Any
 import torch
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
+MOST_GAPS = 6
+
 
 @dataclass(frozen=True)
 class Breakdown:
     """
     kernels: name → microseconds and launches a step, the longest first.
     idle: share of the time in which the device ran nothing, from the first kernel to the last.
+    gaps: what ran before and what after it ran nothing → microseconds a step, the most first.
     """
 
     kernels: dict[str, tuple[float, float]]
     idle: float
+    gaps: dict[tuple[str, str], float]
 
     def text(self, most: int = 20) -> str:
         total = sum(micros for micros, _ in self.kernels.values())
         lines = [f"{total:10.1f} us a step in kernels, {self.idle:.1%} of the time in none"]
         for name, (micros, launches) in list(self.kernels.items())[:most]:
             lines.append(f"{micros:10.1f} us {micros / max(total, 1e-9):6.1%} {launches:7.1f} x  {name[:110]}")
+        for (before, after), micros in list(self.gaps.items())[:MOST_GAPS]:
+            lines.append(f"{micros:10.1f} us nothing between {before[:50]} and {after[:50]}")
         return "\n".join(lines)
 
 
@@ -46,17 +52,26 @@ def breakdown(step: Callable[[], Any], steps: int) -> Breakdown:
         entry[0] += (event.self_device_time_total if gpu else event.self_cpu_time_total) / steps
         entry[1] += 1 / steps
     ordered = sorted(sums.items(), key=lambda item: -item[1][0])
-    spans = [(event.time_range.start, event.time_range.end) for event in events]
-    return Breakdown({name: (micros, launches) for name, (micros, launches) in ordered}, idle_share(spans))
+    spans = [(event.time_range.start, event.time_range.end, event.name) for event in events]
+    gaps = {pair: micros / steps for pair, micros in idle_gaps(spans).items()}
+    return Breakdown({name: (micros, launches) for name, (micros, launches) in ordered}, idle_share(spans), gaps)
 
 
-def idle_share(spans: list[tuple[float, float]]) -> float:
+def idle_gaps(spans: list[tuple[float, float, str]]) -> dict[tuple[str, str], float]:
+    """Time that no span covers, by the names of the span that ended last and of the next; the most first."""
+    gaps: dict[tuple[str, str], float] = defaultdict(float)
+    reached, last = min((start for start, _, _ in spans), default=0.0), ""
+    for start, end, name in sorted(spans):
+        if start > reached:
+            gaps[last, name] += start - reached
+        if end > reached:
+            reached, last = end, name
+    return dict(sorted(gaps.items(), key=lambda item: -item[1]))
+
+
+def idle_share(spans: list[tuple[float, float, str]]) -> float:
     """Share of the time from the first span's start to the last one's end that no span covers."""
     if not spans:
         return 0.0
-    covered, reached = 0.0, min(start for start, _ in spans)
-    whole = max(end for _, end in spans) - reached
-    for start, end in sorted(spans):
-        covered += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return 1 - covered / whole if whole else 0.0
+    whole = max(end for _, end, _ in spans) - min(start for start, _, _ in spans)
+    return sum(idle_gaps(spans).values()) / whole if whole else 0.0

@@ -32,17 +32,18 @@ class Answer:
 @click.option("--prompt-tokens", type=click.IntRange(min=1), default=1024, show_default=True)
 @click.option("--output-tokens", type=click.IntRange(min=2), default=256, show_default=True)
 @click.option("--vocabulary", type=click.IntRange(min=2), default=199998, show_default=True, help="Ids are below.")
+@click.option("--seed", default=0, show_default=True, help="Other prompts, which no prefix cache knows.")
 @click.option("--results", type=click.Path(file_okay=False, path_type=Path), help="Folder for table and JSON.")
 def command(
     url: str, *, model: str, clients: int, requests: int, prompt_tokens: int, output_tokens: int, vocabulary: int,
-    results: Path | None,
+    seed: int, results: Path | None,
 ) -> None:  # fmt: skip
     """Stream completions of random prompts from the server at URL, e.g. http://127.0.0.1:8000."""
     answers: list[Answer] = []
     failures: list[Exception] = []
 
     def client(number: int) -> None:
-        draw = random.Random(number)
+        draw = random.Random(f"{seed} {number}")
         try:
             for _ in range(requests):
                 prompt = [draw.randrange(vocabulary) for _ in range(prompt_tokens)]

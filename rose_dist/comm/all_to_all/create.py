@@ -41,6 +41,14 @@ def create(
     return chosen
 
 
+def sums_pay(top_k: int, groups: Groups) -> bool:
+    """Whether `AllToAllConfig.partial_sums` should be set: where rows travel over NVLink alone, and a rank gets one row
+    of a token or more on average. A quarter of the bytes of combine or more are then saved.
+    """
+    travel = groups.layout.moe_mode == "data_parallel" and groups.topology.one_domain
+    return travel and top_k >= groups.ep.size
+
+
 def _choose(
     config: AllToAllConfig, groups: Groups, gpu: GpuOptions | None, all_reduce: AllReduce | None,
     memory: SymmetricMemory | None,

@@ -19,6 +19,7 @@ from rose_dist.comm.all_to_all.packing import (
     weighted_sum,
     write_out,
 )
+from rose_dist.comm.all_to_all.partial_sums import NOTE, ReceivedTokens, ReturnedSums, notes
 from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig, Dispatched, Handle, Routing
 from rose_dist.comm.group import Group
 from rose_dist.comm.layout import even_split
@@ -40,13 +41,17 @@ class MpiHandle(Handle):
     request: MPI.Request
     order: torch.Tensor
     """The received row that stands at each place in expert order."""
+    arrived: ReceivedTokens
+    """With `partial_sums`, as `returned`."""
+    returned: ReturnedSums
 
 
 class Mpi(AllToAll):
     """Two exchanges a dispatch, the rows each rank has for each expert and the rows themselves, and one a combine.
 
     Rows travel once a (token, expert) pair, scales behind each row's data; the results come back unweighted, so that
-    the sum at the source has the order of the top k.
+    the sum at the source has the order of the top k. With `partial_sums` a `NOTE` stands behind each row too, and one
+    row a (token, rank) comes back.
     """
 
     def __init__(self, config: AllToAllConfig, group: Group) -> None:
@@ -61,6 +66,7 @@ class Mpi(AllToAll):
             [np.arange(len(share)) + rank * self._width for rank, share in enumerate(shares)]
         )
         """Where each expert stands in rows of one width a rank."""
+        self._owners = np.repeat(np.arange(group.size), [len(share) for share in shares])
         self._sources = np.tile(np.arange(len(self.local_experts)), group.size)
 
     def dispatch_send(
@@ -83,7 +89,12 @@ class Mpi(AllToAll):
         handle.received = handle.counts.sum(1).tolist()
         self.rows_sent += sum(handle.sent) - handle.sent[self.group.rank]
         index = torch.from_numpy(packing.tokens)
-        handle.outgoing = join_rows(x.index_select(0, index), None if scales is None else scales.index_select(0, index))
+        parts = [x.index_select(0, index)]
+        if scales is not None:
+            parts.append(scales.index_select(0, index))
+        if self.config.partial_sums:
+            parts.append(notes(packing, routing.weights[:live]))
+        handle.outgoing = join_rows(*parts)
         handle.incoming = handle.outgoing.new_empty(sum(handle.received), handle.outgoing.shape[1])
         handle.request = self.group.start_all_to_all_rows(
             handle.outgoing, handle.sent, handle.incoming, handle.received
@@ -96,7 +107,11 @@ class Mpi(AllToAll):
         handle.request.Wait()
         experts = np.repeat(self._sources, handle.counts.ravel())
         handle.order = torch.from_numpy(experts.argsort(kind="stable"))
-        x, scales = split_rows(handle.incoming.index_select(0, handle.order), self.config)
+        incoming, top_k = handle.incoming, self.config.top_k
+        if self.config.partial_sums:
+            noted = incoming[:, -NOTE.itemsize :].contiguous()
+            handle.arrived = ReceivedTokens.of(noted, handle.received, handle.order.numpy(), top_k)
+        x, scales = split_rows(incoming.index_select(0, handle.order), self.config)
         counts = handle.counts.sum(0)
         return Dispatched(
             x=x,
@@ -111,11 +126,16 @@ class Mpi(AllToAll):
         assert isinstance(handle, MpiHandle)
         check_combine(self.config, expert_out, dispatched.x.shape[0])
         handle.enter(self, "combine_send")
-        handle.outgoing = expert_out.new_empty(expert_out.shape).index_copy_(0, handle.order, expert_out)
-        handle.incoming = expert_out.new_empty(sum(handle.sent), self.config.hidden)
-        handle.request = self.group.start_all_to_all_rows(
-            handle.outgoing, handle.received, handle.incoming, handle.sent
-        )
+        if self.config.partial_sums:
+            ids = handle.routing.ids[: handle.live].numpy()
+            handle.returned = ReturnedSums.of(ids, self._owners, self.group.size)
+            handle.outgoing, sent = handle.arrived.sums(expert_out), handle.arrived.counts
+            received = handle.returned.counts
+        else:
+            handle.outgoing = expert_out.new_empty(expert_out.shape).index_copy_(0, handle.order, expert_out)
+            sent, received = handle.received, handle.sent
+        handle.incoming = expert_out.new_empty(sum(received), self.config.hidden)
+        handle.request = self.group.start_all_to_all_rows(handle.outgoing, sent, handle.incoming, received)
 
     def combine_recv(self, dispatched: Dispatched, *, out: torch.Tensor, accumulate: bool = False) -> None:
         handle = dispatched.handle
@@ -123,19 +143,22 @@ class Mpi(AllToAll):
         check_out(self.config, out, handle.tokens)
         handle.enter(self, "combine_recv")
         handle.request.Wait()
-        weights = handle.routing.weights[: handle.live]
-        write_out(weighted_sum(handle.incoming, handle.packing.slots, weights), out, handle.live, accumulate)
+        if self.config.partial_sums:
+            total = handle.returned.total(handle.incoming)
+        else:
+            total = weighted_sum(handle.incoming, handle.packing.slots, handle.routing.weights[: handle.live])
+        write_out(total, out, handle.live, accumulate)
 
 
-def join_rows(x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """[rows, bytes]: each row's data, then its scales; without scales, `x` itself."""
-    return x if scales is None else torch.cat([x.view(torch.uint8), scales.view(torch.uint8)], 1)
+def join_rows(x: torch.Tensor, *behind: torch.Tensor) -> torch.Tensor:
+    """[rows, bytes]: each row's data, then what stands behind it; with nothing there, `x` itself."""
+    return torch.cat([part.view(torch.uint8) for part in (x, *behind)], 1) if behind else x
 
 
 def split_rows(joined: torch.Tensor, config: AllToAllConfig) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What `join_rows` joined."""
-    if not config.scale_dim:
+    """Rows and scales that `join_rows` joined, whatever stands behind them."""
+    if joined.dtype == config.dtype and joined.shape[1] == config.hidden:
         return joined, None
-    width = config.hidden * config.dtype.itemsize
-    x, scales = joined[:, :width].contiguous(), joined[:, width:].contiguous()
-    return x.view(config.dtype), scales.view(config.scale_dtype)
+    width, scale_bytes = config.hidden * config.dtype.itemsize, config.scale_dim * config.scale_dtype.itemsize
+    x, scales = joined[:, :width].contiguous(), joined[:, width : width + scale_bytes].contiguous()
+    return x.view(config.dtype), scales.view(config.scale_dtype) if scale_bytes else None

@@ -16,7 +16,7 @@ from rose_dist.comm.layout import even_split
 from rose_dist.comm.symmetric_memory import Ranks, Region
 from rose_dist.kernels.exchange_layout import (
     CHUNK,
-    NVLINK_CHUNK,
+    NVLINK_CHUNKS,
     PACKET_TOKENS,
     RESULT_PACKET_BYTES,
     ExchangeLayout,
@@ -82,7 +82,7 @@ class NvLink(AllToAll):
         handle = self._start(x, routing, scales, rows)
         handle.enter(self, "dispatch_recv")
         x, scales = self._travelling(x, scales, handle)
-        self.exchange.dispatch(x, scales, routing.ids, handle.live, handle.live_rows, handle.received)
+        self.exchange.dispatch(x, scales, routing.ids, routing.weights, handle.live, handle.live_rows, handle.received)
         return self._dispatched(handle)
 
     def dispatch_send(
@@ -91,7 +91,7 @@ class NvLink(AllToAll):
     ) -> NvLinkHandle:  # fmt: skip
         handle = self._start(x, routing, scales, rows)
         x, scales = self._travelling(x, scales, handle)
-        self.exchange.dispatch_send(x, scales, routing.ids, handle.live, handle.live_rows)
+        self.exchange.dispatch_send(x, scales, routing.ids, routing.weights, handle.live, handle.live_rows)
         return handle
 
     def dispatch_recv(self, handle: Handle) -> Dispatched:
@@ -174,10 +174,12 @@ def exchange_layout(config: AllToAllConfig, ranks: int, in_flight: int, *, netwo
     """Of the memory that so many ranks need; raises `KernelArgumentError` for sizes that don't fit. network: some are
     on other nodes, whose messages are larger and carry rows as they are given.
     """
+    result_bytes = config.hidden * config.expert_dtype.itemsize
     return ExchangeLayout(
         ranks=ranks, experts=config.num_experts, top_k=config.top_k, max_tokens=config.max_tokens,
         row_bytes=config.hidden * config.dtype.itemsize, scale_bytes=config.scale_dim * config.scale_dtype.itemsize,
-        result_bytes=config.hidden * config.expert_dtype.itemsize, in_flight=in_flight,
+        result_bytes=result_bytes, in_flight=in_flight,
         most_packet_tokens=PACKET_TOKENS, most_result_packet_bytes=1 << 62 if network else RESULT_PACKET_BYTES,
-        chunk=CHUNK if network else NVLINK_CHUNK, quantized=None if network else config.quantized,
+        chunk=CHUNK if network else NVLINK_CHUNKS.select(result_bytes), quantized=None if network else config.quantized,
+        partial_sums=config.partial_sums,
     )  # fmt: skip

@@ -35,6 +35,9 @@ class AllToAllConfig:
     quantized: BlockFormat | None = None
     """Rows are given in bf16 without scales, and dispatch makes codes and scales of them in this format; the three
     fields above must be its own, as `in_format` sets them."""
+    partial_sums: bool = False
+    """Where rows travel, each rank adds up its own experts' results of a token and sends one row back, rounded to
+    `expert_dtype`; `combine` says in which order. Fewer bytes, and one rounding more a rank."""
 
     def in_format(self, quantized: BlockFormat) -> AllToAllConfig:
         """The same with rows that dispatch quantises. Results keep their dtype."""
@@ -181,10 +184,13 @@ class AllToAll(Protocol):
         `expert_out` is [rows, hidden] of `config.expert_dtype`, in the order of `dispatched.x`; `out` is [tokens,
         hidden] of any floating dtype. Products and the sum are rounded to fp32, in top-k order, and rounded to
         `out`'s dtype at the end, so that the bits are the same from run to run and with every implementation; only
-        `TensorParallel` sums each rank's experts first, then over ranks in rank order. With `accumulate`, `out`'s
-        old value is added to the sum before that rounding. A token without experts gives zeros. `bias` is [local
-        experts, hidden] of `config.expert_dtype`; the sum with it is rounded to fp32, or where rows travel to
-        `config.expert_dtype`.
+        `TensorParallel` sums each rank's experts first, then over ranks in rank order. With `config.partial_sums`,
+        where rows travel, every rank (the token's own too) does this for its own experts' places and rounds its sum to
+        `config.expert_dtype`; these are added in fp32, in the order in which the ranks first appear in the token's top
+        k. So a token's bits depend on its routing and on which rank holds which expert, not on its batch. With
+        `accumulate`, `out`'s old value is added to the sum before that rounding. A token without experts gives zeros.
+        `bias` is [local experts, hidden] of `config.expert_dtype`; the sum with it is rounded to fp32, or where rows
+        travel to `config.expert_dtype`.
 
         Raises `RuntimeError` if `dispatched` was combined before or is another all-to-all's, and `ValueError` for other
         shapes.

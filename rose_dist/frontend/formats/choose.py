@@ -16,11 +16,14 @@ FORMATS = ("harmony", "jinja")
 
 
 def load_codec(directory: Path) -> TextCodec:
-    """The checkpoint's tokenizer; a gpt-oss checkpoint in OpenAI's layout has none and gets Harmony's vocabulary.
+    """The checkpoint's tokenizer; a gpt-oss checkpoint in OpenAI's layout has none and gets Harmony's vocabulary, and
+    so does gpt-oss with random weights, of which there is no folder.
 
     Raises:
         TokenizerError: the tokenizer's files are missing or can't be used.
     """
+    if directory.name.startswith("gpt-oss-") and not directory.exists():
+        return HarmonyCodec(HarmonyVocabulary.find())
     config = directory / "config.json"
     bare = not (directory / "tokenizer.json").exists() and config.exists()
     if bare and json.loads(config.read_bytes()).get("vocab_size") == SIZE:

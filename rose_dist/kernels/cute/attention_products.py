@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rose_dist.kernels import vector, warp_matrix
+from rose_dist.kernels.attention_tiling import TILE
 from rose_dist.kernels.cute.attention_results import exp2
 from rose_dist.kernels.cute.kv_tiles import Tiles, seen
 from rose_dist.kernels.dsl import Float32, Int32, Int64, Uint32, cute, range_constexpr
-from rose_dist.kernels.paged_attention import TILE
 from rose_dist.kernels.variants import WARP
 
 

@@ -12,7 +12,7 @@ import torch
 
 from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.cute import packets
-from rose_dist.kernels.cute.exchange_parts import copy_of, owner
+from rose_dist.kernels.cute.exchange_parts import copy_of, first_places, owner
 from rose_dist.kernels.cute.exchange_return import ResultSender
 from rose_dist.kernels.dsl import (
     TYPES,
@@ -94,7 +94,7 @@ class ExchangeCombine(jit.Kernel):
         cute.arch.griddepcontrol_launch_dependents()
         if const_expr(self.send):
             epoch = packets.current_epoch(send_state)
-            ResultSender(self.layout, self.tiling).push(
+            ResultSender(self.layout, self.dtype, self.tiling).push(
                 expert_out, row_stride, sources, tokens_of, slots, runs, peers, epoch, rank, cute.arch.block_idx()[0],
                 blocks,
             )  # fmt: skip
@@ -125,11 +125,14 @@ class ExchangeCombine(jit.Kernel):
         for turn in range_constexpr(tiling.turns):
             inside = Boolean(tiling.inside(split, thread, turn))
             packet = vector.select(inside, tiling.packet(split, thread, turn), Int32(0))
-            total = [Float32(0.0)] * (PACKET_WORDS * self.each)
+            total, seen = [Float32(0.0)] * (PACKET_WORDS * self.each), Uint32(0)
             for first in range_constexpr(0, self.layout.top_k, AT_ONCE):
                 places = list(range(first, vector.const_min(first + AT_ONCE, self.layout.top_k)))
                 experts = [vector.scalar(ids + (pairs + j) * 4, Int32)[0] for j in places]
-                wanted = [Boolean((e >= 0) & (e < self.layout.experts) & inside) for e in experts]
+                wanted = [Boolean((e >= 0) & (e < self.layout.experts)) for e in experts]
+                if const_expr(self.layout.partial_sums):
+                    wanted, seen = first_places(self.layout, wanted, experts, seen)
+                wanted = [Boolean(w & inside) for w in wanted]
                 addresses = [inbox + ((pairs + j) * self.layout.result_packets + packet) * PACKET_BYTES for j in places]
                 senders = [
                     owner(self.layout, vector.select(w, e, Int32(0))) for w, e in zip(wanted, experts, strict=True)
@@ -143,12 +146,14 @@ class ExchangeCombine(jit.Kernel):
         return alive
 
     def add(self, total: Any, received: Any, wanted: Any, weights: Any) -> Any:
-        """The sums with the received results, in order."""
+        """The sums with the received results, in order; other ranks' sums have their weights already."""
         for number, (valid, address) in enumerate(zip(wanted, weights, strict=True)):
-            weight = vector.scalar(address, Float32)[0]
             words = [received[4 * number + i] for i in range(PACKET_WORDS)]
             values = [value for word in words for value in packets.widen(word, self.dtype)]
-            summed = [a + ptx.product(weight, b) for a, b in zip(total, values, strict=True)]
+            if not self.layout.partial_sums:
+                weight = vector.scalar(address, Float32)[0]
+                values = [ptx.product(weight, value) for value in values]
+            summed = [a + b for a, b in zip(total, values, strict=True)]
             total = [Float32(vector.select(valid, new, old)) for new, old in zip(summed, total, strict=True)]
         return total
 

@@ -40,6 +40,18 @@ def owner(layout: Any, expert: Any) -> Any:
     return Int32(vector.select(expert < edge, long_ones, longer + (expert - edge) // size))
 
 
+def first_places(layout: Any, valid: list[Any], experts: list[Any], seen: Any) -> tuple[list[Any], Any]:
+    """Of some places of a token's top k, which are the first of their expert's rank; `seen`: u32, the ranks of earlier
+    places as bits, also returned with those of these places.
+    """
+    first = []
+    for here, expert in zip(valid, experts, strict=True):
+        bit = Uint32(1) << Uint32(owner(layout, vector.select(here, expert, Int32(0))))
+        first.append(Boolean(here & (seen & bit == 0)))
+        seen = Uint32(vector.select(here, seen | bit, seen))
+    return first, seen
+
+
 def peer(peers: Any, rank: Any) -> Any:
     """The address of a rank's region, 0 for a rank that is across the network. peers: address of int64 [ranks]."""
     return vector.scalar(peers + Int64(rank) * 8, Int64)[0]

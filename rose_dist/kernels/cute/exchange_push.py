@@ -46,8 +46,8 @@ class RowPusher:
 
     @cute.jit
     def push(
-        self, x: Int64, scales: Int64, ids: Int64, slots: Int64, counts: Int64, offsets: Int64, sent: Int64,
-        peers: Int64, live: Int32, epoch: Uint32, rank: Int32, block: Int32, blocks: Int32,
+        self, x: Int64, scales: Int64, ids: Int64, weights: Int64, slots: Int64, counts: Int64, offsets: Int64,
+        sent: Int64, peers: Int64, live: Int32, epoch: Uint32, rank: Int32, block: Int32, blocks: Int32,
     ) -> None:  # fmt: skip
         """All records of the `live` tokens and the headers, by `blocks` blocks, of which this is number `block`.
         Arguments: as for `DispatchRows`.
@@ -63,7 +63,7 @@ class RowPusher:
         for chunk in range(block, (live + (layout.chunk - 1)) // layout.chunk, blocks):
             self.find_destinations(ids, chunk, live, masks, half)
             cute.arch.sync_threads()
-            self.push_tokens(x, scales, ids, slots, offsets, peers, rank, chunk, live, epoch, masks, half)
+            self.push_tokens(x, scales, ids, weights, slots, offsets, peers, rank, chunk, live, epoch, masks, half)
             cute.arch.sync_threads()
             if thread < layout.ranks:
                 self.release(peers, rank, chunk, epoch, masks, half)
@@ -95,20 +95,21 @@ class RowPusher:
 
     @cute.jit
     def push_tokens(
-        self, x: Int64, scales: Int64, ids: Int64, slots: Int64, offsets: Int64, peers: Int64, rank: Int32,
-        chunk: Int32, live: Int32, epoch: Uint32, masks: cute.Tensor, half: Int32,
+        self, x: Int64, scales: Int64, ids: Int64, weights: Int64, slots: Int64, offsets: Int64, peers: Int64,
+        rank: Int32, chunk: Int32, live: Int32, epoch: Uint32, masks: cute.Tensor, half: Int32,
     ) -> None:  # fmt: skip
         warp = cute.arch.thread_idx()[0] // WARP
         for number in range(warp // self.share, self.layout.chunk, self.warps // self.share):
             if chunk * self.layout.chunk + number < live:
                 self.push_token(
-                    x, scales, ids, slots, offsets, peers, rank, chunk, number, epoch, masks, half, warp % self.share
-                )
+                    x, scales, ids, weights, slots, offsets, peers, rank, chunk, number, epoch, masks, half,
+                    warp % self.share,
+                )  # fmt: skip
 
     @cute.jit
     def push_token(
-        self, x: Int64, scales: Int64, ids: Int64, slots: Int64, offsets: Int64, peers: Int64, rank: Int32,
-        chunk: Int32, number: Int32, epoch: Uint32, masks: cute.Tensor, half: Int32, part: Int32,
+        self, x: Int64, scales: Int64, ids: Int64, weights: Int64, slots: Int64, offsets: Int64, peers: Int64,
+        rank: Int32, chunk: Int32, number: Int32, epoch: Uint32, masks: cute.Tensor, half: Int32, part: Int32,
     ) -> None:  # fmt: skip
         """A warp's part of a token to all its destinations; lane j knows about place j."""
         layout, lane = self.layout, cute.arch.thread_idx()[0] % WARP
@@ -134,15 +135,18 @@ class RowPusher:
             if (cute.arch.shuffle_sync(to, j) == to) & (j < lane):
                 target = Int64(0)  # an earlier place's lane has the same destination
         if part == 0:
-            self.write_meta(token, to, word, target)
+            self.write_meta(token, to, word, weights, target)
             if const_expr(layout.scale_bytes > 0):
                 self.copy_scales(scales + Int64(token) * layout.scale_bytes, target)
         self.copy_row(x + Int64(token) * layout.row_bytes, target, part)
 
     @cute.jit
-    def write_meta(self, token: Int32, to: Int32, word: Uint32, target: Int64) -> None:
+    def write_meta(self, token: Int32, to: Int32, word: Uint32, weights: Int64, target: Int64) -> None:
         """`word` is this lane's place for rank `to`."""
-        layout, lane = self.layout, cute.arch.thread_idx()[0] % WARP
+        layout, lane, weight = self.layout, cute.arch.thread_idx()[0] % WARP, Uint32(0)
+        if const_expr(layout.partial_sums):
+            place = Int64(token) * layout.top_k + vector.min_of(lane, Int32(layout.top_k - 1))
+            weight = Uint32(vector.scalar(weights + place * 4, Uint32)[0])
         for j in range(layout.top_k):
             record, destination = Int64(cute.arch.shuffle_sync(target, j)), cute.arch.shuffle_sync(to, j)
             if record != 0:
@@ -150,6 +154,8 @@ class RowPusher:
                 if lane < self.layout.top_k:
                     mine = vector.select(to == destination, word, Uint32(NO_PLACE))
                     ptx.store_relaxed(meta + 4 * (1 + Int64(lane)), Uint32(mine), "sys")
+                    if const_expr(layout.partial_sums):
+                        ptx.store_relaxed(meta + 4 * (1 + layout.top_k + Int64(lane)), weight, "sys")
                 if lane == 0:
                     ptx.store_relaxed(meta, Uint32(token), "sys")
 

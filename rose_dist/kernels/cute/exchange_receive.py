@@ -168,22 +168,29 @@ class RecordReceiver:
                 slot = slot_of(self.layout, self.packed, Uint32(meta[1 + thread]), source, headers, starts)
             mine[thread] = slot
             if split == 0:
-                self.note(source, row, thread, slot, meta[0], rank, tokens, slots)
+                weight = Int32(0)
+                if const_expr(self.layout.partial_sums):
+                    weight = meta[1 + self.layout.top_k + thread]
+                self.note(source, row, thread, slot, weight, meta[0], rank, tokens, slots)
         cute.arch.sync_threads()
 
     @cute.jit
     def note(
-        self, source: Int32, row: Int32, place: Int32, slot: Int32, token: Int32, rank: Int32, tokens: Int64,
-        slots: Int64,
+        self, source: Int32, row: Int32, place: Int32, slot: Int32, weight: Int32, token: Int32, rank: Int32,
+        tokens: Int64, slots: Int64,
     ) -> None:  # fmt: skip
-        """For combine: a place's slot, by record and, of this rank's own tokens, by token; and the record's token."""
-        top_k, sources, records = self.layout.top_k, self.layout.ranks, self.layout.max_records
+        """For combine: a place's slot, by record and, of this rank's own tokens, by token; and the record's token. With
+        `partial_sums`, the place's weight too.
+        """
+        words, sources, records = self.layout.note_words, self.layout.ranks, self.layout.max_records
         record = Int64(source) * records + row
-        vector.scalar(slots + (record * top_k + place) * 4, Int32)[0] = slot
+        vector.scalar(slots + (record * words + place) * 4, Int32)[0] = slot
+        if const_expr(self.layout.partial_sums):
+            vector.scalar(slots + (record * words + self.layout.top_k + place) * 4, Int32)[0] = weight
         vector.scalar(tokens + record * 4, Int32)[0] = token
         if (source == rank) & (slot != -1):
             own = Int64(sources * records) + token
-            vector.scalar(slots + (own * top_k + place) * 4, Int32)[0] = slot
+            vector.scalar(slots + (own * words + place) * 4, Int32)[0] = slot
 
     @cute.jit
     def store_part(
@@ -275,7 +282,11 @@ class RecordReceiver:
             word = ptx.load_relaxed(meta + 4 * (1 + Int64(lane)), "sys")
             slot = slot_of(self.layout, self.packed, word, source, headers, starts)
             if part == 0:
-                self.note(source, row, lane, slot, Int32(ptx.load_relaxed(meta, "sys")), rank, tokens, slots)
+                weight = Uint32(0)
+                if const_expr(layout.partial_sums):
+                    weight = ptx.load_relaxed(meta + 4 * (1 + layout.top_k + Int64(lane)), "sys")
+                token = Int32(ptx.load_relaxed(meta, "sys"))
+                self.note(source, row, lane, slot, Int32(weight), token, rank, tokens, slots)
         vectors = layout.row_bytes // 16
         for first in range(part * (WARP * UNROLL), vectors, self.share * WARP * UNROLL):
             numbers = [vector.min_of(first + lane + i * WARP, Int32(vectors - 1)) for i in range(UNROLL)]

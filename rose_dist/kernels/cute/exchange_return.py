@@ -8,14 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from rose_dist.kernels import ptx, vector
 from rose_dist.kernels.cute import packets
+from rose_dist.kernels.cute.exchange_partial import PartialSums, result_words
 from rose_dist.kernels.cute.exchange_parts import Arrivals, copy_of, peer
 from rose_dist.kernels.cute.expert_slots import shared_integers
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 from rose_dist.kernels.exchange_layout import HEADER_WORDS, PACKETS, RETURNS, ROWS, ExchangeLayout
 from rose_dist.kernels.exchange_tiling import PacketTiling
-from rose_dist.kernels.peer_regions import PACKET_BYTES, PACKET_WORDS
+from rose_dist.kernels.peer_regions import PACKET_BYTES
 from rose_dist.kernels.variants import WARP
 
 AT_ONCE = 8
@@ -27,17 +30,17 @@ SHARE = 2
 
 @dataclass(frozen=True)
 class ResultSender:
-    """Part of a kernel. tiling: of a result's packets."""
+    """Part of a kernel. dtype: of results, bf16 or fp32. tiling: of a result's packets."""
 
     layout: ExchangeLayout
+    dtype: torch.dtype
     tiling: PacketTiling
     skip_own: bool = False
     """Leave out what is for this rank's own plain rows."""
 
     @property
-    def words(self) -> int:
-        """Of a result."""
-        return self.layout.result_bytes // 4
+    def sums(self) -> PartialSums:
+        return PartialSums(self.layout, self.dtype, self.tiling)
 
     @property
     def groups(self) -> int:
@@ -63,7 +66,11 @@ class ResultSender:
                 self.choose(tokens_of, slots, record, chosen)
                 inbox = peer(peers, source) + layout.start("result_packets")
                 inbox = inbox + copy_of(epoch, layout.result_copies) * layout.result_packet_bytes
-                self.push_packets(expert_out, row_stride, slots, record, item % tiling.splits, chosen, inbox, epoch)
+                split = item % tiling.splits
+                if const_expr(layout.partial_sums):
+                    self.sums.push_packets(expert_out, row_stride, slots, record, split, chosen, inbox, epoch)
+                else:
+                    self.push_packets(expert_out, row_stride, slots, record, split, chosen, inbox, epoch)
         if const_expr(layout.has_returns):
             for item in range(block, arrivals.turns(headers, (RETURNS,)), blocks):
                 source, row, there = arrivals.by_turns(headers, (RETURNS,), item, rank)
@@ -88,12 +95,12 @@ class ResultSender:
     @cute.jit
     def choose(self, tokens_of: Int64, slots: Int64, record: Int64, chosen: cute.Tensor) -> None:
         """The record's places that are here: their number, its token, the places."""
-        top_k, thread = self.layout.top_k, cute.arch.thread_idx()[0]
+        top_k, words, thread = self.layout.top_k, self.layout.note_words, cute.arch.thread_idx()[0]
         cute.arch.sync_threads()
         if thread < WARP:
             valid = Boolean(False)
             if thread < top_k:
-                valid = Boolean(vector.scalar(slots + (record * top_k + thread) * 4, Int32)[0] != -1)
+                valid = Boolean(vector.scalar(slots + (record * words + thread) * 4, Int32)[0] != -1)
             mask = Uint32(cute.arch.vote_ballot_sync(valid))
             if valid:
                 chosen[2 + Int32(cute.arch.popc(mask & Uint32(cute.arch.lanemask_lt())))] = thread
@@ -117,23 +124,14 @@ class ResultSender:
         for first in range(0, count, group):
             places = [chosen[2 + vector.min_of(first + i, count - 1)] for i in range(group)]
             rows = [vector.scalar(slots + (record * top_k + place) * 4, Int32)[0] for place in places]
-            words = [[self.result_words(expert_out, row_stride, row, number) for number in numbers] for row in rows]
+            words = [
+                [result_words(self.layout, expert_out, row_stride, row, number) for number in numbers] for row in rows
+            ]
             for i in range_constexpr(group):
                 at = (Int64(token) * top_k + places[i]) * (self.layout.result_packets * PACKET_BYTES)
                 for turn in range_constexpr(tiling.turns):
                     if inside[turn] & (first + i < count):
                         packets.send([inbox + at], Int64(numbers[turn]) * PACKET_BYTES, words[i][turn], epoch)
-
-    def result_words(self, expert_out: Any, row_stride: Any, row: Any, packet: Any) -> Any:
-        """A packet's words; zeros for a row that its expert had no room for."""
-        dropped = row < 0
-        source = expert_out + Int64(vector.select(dropped, Int32(0), row)) * row_stride
-        found = []
-        for i in range(PACKET_WORDS):
-            at = vector.min_of(packet * PACKET_WORDS + i, Int32(self.words - 1))
-            word = Uint32(vector.scalar(source + Int64(at) * 4, Uint32)[0])
-            found.append(Uint32(vector.select(dropped, Uint32(0), word)))
-        return found
 
     # --- Plain rows --------------------------------------------------------------------------------------------------
 
@@ -142,27 +140,42 @@ class ResultSender:
         self, expert_out: Int64, row_stride: Int64, tokens_of: Int64, slots: Int64, record: Int64, region: Int64,
         epoch: Uint32, rank: Int32,
     ) -> None:  # fmt: skip
-        """All results for a record, and their token's flag."""
-        warp = cute.arch.thread_idx()[0] // WARP
+        """All results for a record, or their sum, and their token's flag."""
+        warp, warps = cute.arch.thread_idx()[0] // WARP, self.tiling.threads // WARP
         token = vector.scalar(tokens_of + record * 4, Int32)[0]
+        if const_expr(self.layout.partial_sums):
+            self.sums.push_row(expert_out, row_stride, slots, record, token, self.results(region, epoch), warp, warps)
+        else:
+            self.push_places(expert_out, row_stride, slots, record, token, region, epoch)
+        self.release(region, token, epoch, rank)
+
+    @cute.jit
+    def push_places(
+        self, expert_out: Int64, row_stride: Int64, slots: Int64, record: Int64, token: Int32, region: Int64,
+        epoch: Uint32,
+    ) -> None:  # fmt: skip
+        warp = cute.arch.thread_idx()[0] // WARP
         places = vector.select(warp < self.groups * SHARE, Int32(self.layout.top_k), Int32(0))
         for j in range(warp // SHARE, places, self.groups):
             self.push_result(expert_out, row_stride, slots, record, token, j, region, epoch, warp % SHARE)
-        self.release(region, token, epoch, rank)
 
     @cute.jit
     def push_chunk(
         self, expert_out: Int64, row_stride: Int64, source: Int32, chunk: Int32, tokens_of: Int64, slots: Int64,
         runs: Int64, region: Int64, epoch: Uint32, rank: Int32,
     ) -> None:  # fmt: skip
-        """All results for a source's chunk, and their flag."""
+        """All results for a source's chunk, or their sums, and their flag."""
         layout, warp = self.layout, cute.arch.thread_idx()[0] // WARP
         run = vector.scalar(runs + (Int64(source) * layout.chunks + chunk) * 4, Int32)[0]
         for number in range(warp // SHARE, vector.select(warp < self.groups * SHARE, run & 255, Int32(0)), self.groups):
             record = Int64(source) * layout.max_records + (run >> 8) + number
             token = vector.scalar(tokens_of + record * 4, Int32)[0]
-            for j in range(layout.top_k):
-                self.push_result(expert_out, row_stride, slots, record, token, j, region, epoch, warp % SHARE)
+            if const_expr(layout.partial_sums):
+                target = self.results(region, epoch)
+                self.sums.push_row(expert_out, row_stride, slots, record, token, target, warp % SHARE, SHARE)
+            else:
+                for j in range(layout.top_k):
+                    self.push_result(expert_out, row_stride, slots, record, token, j, region, epoch, warp % SHARE)
         self.release(region, chunk, epoch, rank)
 
     @cute.jit
@@ -172,11 +185,15 @@ class ResultSender:
     ) -> None:  # fmt: skip
         """A warp's part of the result for one place of a record, if it is here."""
         layout = self.layout
-        results = region + layout.start("results") + copy_of(epoch, layout.result_copies) * layout.result_row_bytes
         row = vector.scalar(slots + (record * layout.top_k + j) * 4, Int32)[0]
         if row != -1:
-            target = results + (Int64(token) * layout.top_k + j) * layout.result_bytes
+            target = self.results(region, epoch) + (Int64(token) * layout.top_k + j) * layout.result_bytes
             self.push_row(expert_out + Int64(vector.max_of(row, Int32(0))) * row_stride, row < 0, target, part)
+
+    def results(self, region: Any, epoch: Any) -> Any:
+        """Where an exchange's plain results start in a region."""
+        layout = self.layout
+        return region + layout.start("results") + copy_of(epoch, layout.result_copies) * layout.result_row_bytes
 
     @cute.jit
     def release(self, region: Int64, number: Int32, epoch: Uint32, rank: Int32) -> None:

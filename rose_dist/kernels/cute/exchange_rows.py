@@ -40,7 +40,7 @@ class DispatchRows(jit.Kernel):
 
     @cute.jit
     def __call__(
-        self, x: Int64, scales: Int64, ids: Int64, live_rows: Int64, numbers: Int64, pair_counts: Int64,
+        self, x: Int64, scales: Int64, ids: Int64, weights: Int64, live_rows: Int64, numbers: Int64, pair_counts: Int64,
         pair_offsets: Int64, sent: Int64, packed: Int64, packed_scales: Int64, counts: Int64, offsets: Int64,
         sources: Int64, tokens_of: Int64, slots: Int64, runs: Int64, peers: Int64, own: Int64, send_state: Int64,
         receive_state: Int64, report: Int64, limit_ns: Int64, rank: Int32, tokens: Int32, pushers: Int32, blocks: Int32,
@@ -50,16 +50,16 @@ class DispatchRows(jit.Kernel):
         pair_offsets: slots, counts and offsets of `AssignSlots` over all experts.
         """
         self.kernel(
-            x, scales, ids, live_rows, numbers, pair_counts, pair_offsets, sent, packed, packed_scales, counts, offsets,
-            sources, tokens_of, slots, runs, peers, own, send_state, receive_state, report, limit_ns, rank, tokens,
-            pushers,
+            x, scales, ids, weights, live_rows, numbers, pair_counts, pair_offsets, sent, packed, packed_scales, counts,
+            offsets, sources, tokens_of, slots, runs, peers, own, send_state, receive_state, report, limit_ns, rank,
+            tokens, pushers,
         ).launch(
             grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1
         )  # fmt: skip
 
     @cute.kernel
     def kernel(
-        self, x: Int64, scales: Int64, ids: Int64, live_rows: Int64, numbers: Int64, pair_counts: Int64,
+        self, x: Int64, scales: Int64, ids: Int64, weights: Int64, live_rows: Int64, numbers: Int64, pair_counts: Int64,
         pair_offsets: Int64, sent: Int64, packed: Int64, packed_scales: Int64, counts: Int64, offsets: Int64,
         sources: Int64, tokens_of: Int64, slots: Int64, runs: Int64, peers: Int64, own: Int64, send_state: Int64,
         receive_state: Int64, report: Int64, limit_ns: Int64, rank: Int32, tokens: Int32, pushers: Int32,
@@ -69,8 +69,8 @@ class DispatchRows(jit.Kernel):
         cute.arch.griddepcontrol_launch_dependents()
         if block < pushers:
             self.push(
-                x, scales, ids, live_rows, numbers, pair_counts, pair_offsets, sent, peers, send_state, rank, tokens,
-                block, pushers,
+                x, scales, ids, weights, live_rows, numbers, pair_counts, pair_offsets, sent, peers, send_state, rank,
+                tokens, block, pushers,
             )  # fmt: skip
         elif const_expr(self.receive):
             self.take(
@@ -80,13 +80,13 @@ class DispatchRows(jit.Kernel):
 
     @cute.jit
     def push(
-        self, x: Int64, scales: Int64, ids: Int64, live_rows: Int64, numbers: Int64, pair_counts: Int64,
+        self, x: Int64, scales: Int64, ids: Int64, weights: Int64, live_rows: Int64, numbers: Int64, pair_counts: Int64,
         pair_offsets: Int64, sent: Int64, peers: Int64, send_state: Int64, rank: Int32, tokens: Int32, block: Int32,
         blocks: Int32,
     ) -> None:  # fmt: skip
         live, epoch = vector.live_rows(live_rows, tokens), packets.current_epoch(send_state)
         RowPusher(self.layout, THREADS).push(
-            x, scales, ids, numbers, pair_counts, pair_offsets, sent, peers, live, epoch, rank, block, blocks
+            x, scales, ids, weights, numbers, pair_counts, pair_offsets, sent, peers, live, epoch, rank, block, blocks
         )
         packets.finish_epoch(send_state, block == 0, blocks, Boolean(True))
 
@@ -161,7 +161,7 @@ class CombineRows(jit.Kernel):
         peers: Int64, send_state: Int64, rank: Int32, block: Int32, blocks: Int32,
     ) -> None:  # fmt: skip
         tiling = PacketTiling(self.layout.result_packets, PARTS.variants[-1], least=THREADS)
-        ResultSender(self.layout, tiling, skip_own=True).push(
+        ResultSender(self.layout, self.dtype, tiling, skip_own=True).push(
             expert_out, row_stride, sources, tokens_of, slots, runs, peers, packets.current_epoch(send_state), rank,
             block, blocks,
         )  # fmt: skip

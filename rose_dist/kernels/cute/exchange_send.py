@@ -36,15 +36,15 @@ class PacketSender:
 
     @cute.jit
     def push(
-        self, x: Int64, scales: Int64, ids: Int64, live: Int32, form: Int32, peers: Int64, sent: Int64, epoch: Uint32,
-        rank: Int32,
+        self, x: Int64, scales: Int64, ids: Int64, weights: Int64, live: Int32, form: Int32, peers: Int64, sent: Int64,
+        epoch: Uint32, rank: Int32,
     ) -> None:  # fmt: skip
         """All records of the `live` tokens and the headers, which say `form`. Arguments: as for `ExchangeDispatch`."""
         layout, tiling = self.layout, self.tiling
         block, blocks, threads = cute.arch.block_idx()[0], cute.arch.grid_dim()[0], tiling.threads
         counted = shared_integers(layout.experts + layout.ranks)
         experts, masks = shared_integers(layout.packet_tokens * layout.top_k), shared_integers(layout.packet_tokens)
-        places, owners, rows = (shared_integers(n) for n in (layout.top_k, layout.top_k, layout.ranks))
+        places, owners, rows = (shared_integers(n) for n in (layout.note_words, layout.top_k, layout.ranks))
         quantizer = PartQuantizer(self.arch, layout, tiling)
         stage = quantizer.stage() if const_expr(layout.quantized is not None) else None
         self.count(ids, live, counted, experts, masks)
@@ -53,9 +53,11 @@ class PacketSender:
             count_sent(layout, counted, sent, rank, threads)
         for item in range(block, live * tiling.splits, blocks):
             token, split = item // tiling.splits, item % tiling.splits
+            weight = self.weight(weights, token)
             cute.arch.sync_threads()
             if const_expr(layout.quantized is None):
                 self.find(token, experts, masks, places, owners, rows)
+                self.keep(weight, places)
                 cute.arch.sync_threads()
                 words = self.words(x, scales, token, split)
                 self.push_record(words, token, split, peers, epoch, rank, masks, places, owners, rows)
@@ -63,10 +65,26 @@ class PacketSender:
                 # Loaded before the barriers of `find`, which so hide the memory's latency.
                 values = quantizer.load(x, token, split)
                 self.find(token, experts, masks, places, owners, rows)
+                self.keep(weight, places)
                 quantizer.encode(values, split, stage)
                 cute.arch.sync_threads()
                 words = quantizer.words(stage)
                 self.push_record(words, token, split, peers, epoch, rank, masks, places, owners, rows)
+
+    def weight(self, weights: Any, token: Any) -> Any:
+        """The bits of this thread's place's, to be loaded before it is needed; any without `partial_sums`."""
+        if not self.layout.partial_sums:
+            return Int32(0)
+        place = vector.min_of(cute.arch.thread_idx()[0], Int32(self.layout.top_k - 1))
+        return vector.scalar(weights + (Int64(token) * self.layout.top_k + place) * 4, Int32)[0]
+
+    @cute.jit
+    def keep(self, weight: Int32, places: cute.Tensor) -> None:
+        """Behind the places."""
+        thread, top_k = cute.arch.thread_idx()[0], self.layout.top_k
+        if const_expr(self.layout.partial_sums):
+            if thread < top_k:
+                places[top_k + thread] = weight
 
     @cute.jit
     def count(self, ids: Int64, live: Int32, counted: cute.Tensor, experts: cute.Tensor, masks: cute.Tensor) -> None:
@@ -155,9 +173,11 @@ class PacketSender:
     @cute.jit
     def meta_word(self, token: Int32, to: Int32, at: Int32, places: cute.Tensor, owners: cute.Tensor) -> Uint32:
         word = Uint32(token)
-        if at > 0:
-            j = vector.min_of(at - 1, Int32(self.layout.top_k - 1))
-            word = Uint32(vector.select(owners[j] == to, Uint32(places[j]), Uint32(NO_PLACE)))
+        top_k = self.layout.top_k
+        if at > top_k:
+            word = Uint32(places[vector.min_of(at, Int32(self.layout.note_words)) - 1])
+        elif at > 0:
+            word = Uint32(vector.select(owners[at - 1] == to, Uint32(places[at - 1]), Uint32(NO_PLACE)))
         return word
 
     @cute.jit

@@ -62,14 +62,30 @@ def list_segments(
 
 @cute.jit
 def list_even_segments(
-    mine: list[Any], starts: cute.Tensor, segments: list[cute.Tensor], experts: cutlass.Constexpr
-) -> None:
-    """All segments, as `list_segments`, but those of an expert have the same number of rows, up to one."""
+    mine: list[Any], segments: list[cute.Tensor], rows: cutlass.Constexpr, experts: cutlass.Constexpr,
+    threads: cutlass.Constexpr,
+) -> Int32:  # fmt: skip
+    """All segments, as `list_segments`; returns their number.
+
+    Those of an expert have the same number of rows, up to one, and those with most come first: blocks that take every
+    so manieth item then have about the same work.
+    """
+    sizes, starts = shared_integers(experts), shared_integers(experts + 1)
+    even = [_even_rows(count, rows) for _, count, _, _ in mine]
+    for i in range_constexpr(len(mine)):
+        if mine[i][0] < experts:
+            sizes[mine[i][0]] = even[i] * experts + (experts - 1 - mine[i][0])
+    cute.arch.sync_threads()
+    places = [Int32(experts) for _ in mine]
+    for i in range_constexpr(len(mine)):
+        if mine[i][0] < experts:
+            places[i] = _larger_than(sizes, mine[i][0], experts)
+    placed = [(place, *own[1:]) for place, own in zip(places, mine, strict=True)]
+    count_segments(placed, starts, rows, experts, threads)
     for i in range_constexpr(len(mine)):
         expert, count, start, factor = mine[i]
         if expert < experts:
-            own, end = starts[expert], starts[expert + 1]
-            each = (count + (end - own - 1)) // vector.max_of(end - own, Int32(1))
+            own, end, each = starts[places[i]], starts[places[i] + 1], even[i]
             for segment in range(own, end):
                 done = (segment - own) * each
                 segments[0][segment] = Int32(expert)
@@ -77,3 +93,19 @@ def list_even_segments(
                 segments[2][segment] = vector.min_of(count - done, each)
                 segments[3][segment] = factor
     cute.arch.sync_threads()
+    return starts[experts]
+
+
+def _even_rows(count: Any, rows: int) -> Any:
+    """Most rows of an expert's segments, if they are as even as can be."""
+    needed = vector.max_of((count + (rows - 1)) // rows, Int32(1))
+    return (count + (needed - 1)) // needed
+
+
+@cute.jit
+def _larger_than(sizes: cute.Tensor, own: Int32, count: cutlass.Constexpr) -> Int32:
+    """How many of `sizes`, all of them different, are larger than number `own`."""
+    size, larger = sizes[own], Int32(0)
+    for other in cutlass.range(count, unroll=16):
+        larger += Int32(sizes[other] > size)
+    return larger

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from rose_dist.kernels import ptx_numbers, vector, warp_matrix
+from rose_dist.kernels.attention_tiling import TILE
 from rose_dist.kernels.dsl import Int32, Int64, Uint32, cute, range_constexpr
-from rose_dist.kernels.paged_attention import TILE
 from rose_dist.kernels.variants import WARP
 
 LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632

@@ -8,6 +8,7 @@ from typing import Any
 
 from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
+from rose_dist.kernels.cute.look_ahead import look_ahead
 from rose_dist.kernels.cute.mxfp4_operands import load_shared
 from rose_dist.kernels.cute.resident_weights import ResidentWeights, halves, rows_of_lane
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint8, Uint16, Uint32, cute, range_constexpr
@@ -48,17 +49,18 @@ class LinearRotary(jit.Kernel):
     @cute.jit
     def __call__(
         self, x: Int64, x_stride: Int64, weight: Int64, bias: Int64, cos: Int64, sin: Int64, slots: Int64, keys: Int64,
-        values: Int64, cache_slot: Int64, cache_head: Int64, out: Int64, rows: Int32, query_heads: Int32,
-        key_heads: Int32, stream: Stream,
+        values: Int64, cache_slot: Int64, cache_head: Int64, out: Int64, ahead: Int64, ahead_bytes: Int64, rows: Int32,
+        query_heads: Int32, key_heads: Int32, stream: Stream,
     ) -> None:  # fmt: skip
         """Addresses, strides in elements: x bf16 [rows, inputs]; weight bf16 [heads · head_dim, inputs] and bias of all
         query, key and value heads; cos and sin fp32 [rows, head_dim / 2]; slots int64 [rows]; keys and values bf16
-        [slots, key heads, head_dim]; out bf16 [rows, query heads, head_dim].
+        [slots, key heads, head_dim]; out bf16 [rows, query heads, head_dim]. ahead, ahead_bytes: what a later launch
+        reads, 0 bytes for nothing.
         """
         heads = query_heads + 2 * key_heads
         self.kernel(
-            x, x_stride, weight, bias, cos, sin, slots, keys, values, cache_slot, cache_head, out, rows, query_heads,
-            key_heads,
+            x, x_stride, weight, bias, cos, sin, slots, keys, values, cache_slot, cache_head, out, ahead, ahead_bytes,
+            rows, query_heads, key_heads,
         ).launch(
             grid=[heads * self.blocks, 1, 1], block=[self.weights.threads, 1, 1],
             smem=self.shared_bytes, stream=stream, use_pdl=True,
@@ -68,8 +70,8 @@ class LinearRotary(jit.Kernel):
     @cute.kernel
     def kernel(
         self, x: Int64, x_stride: Int64, weight: Int64, bias: Int64, cos: Int64, sin: Int64, slots: Int64, keys: Int64,
-        values: Int64, cache_slot: Int64, cache_head: Int64, out: Int64, rows: Int32, query_heads: Int32,
-        key_heads: Int32,
+        values: Int64, cache_slot: Int64, cache_head: Int64, out: Int64, ahead: Int64, ahead_bytes: Int64, rows: Int32,
+        query_heads: Int32, key_heads: Int32,
     ) -> None:  # fmt: skip
         product = self.weights
         cute.arch.griddepcontrol_launch_dependents()
@@ -84,6 +86,8 @@ class LinearRotary(jit.Kernel):
                 # The word that this output's bias is in.
                 source = bias + (output + half * (self.head_dim // 2)) // 2 * 4
                 copy_async(self.word(shared, BIAS + half), source, 4, 4)
+        elif cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP) == product.shape.warps - 1:
+            look_ahead(ahead, ahead_bytes)
         cute.arch.griddepcontrol_wait()
         if writes:
             self.copy_turns(shared, cos, sin, slots, place, rows)

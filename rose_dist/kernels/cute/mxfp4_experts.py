@@ -40,7 +40,7 @@ from rose_dist.kernels.dsl import (
 from rose_dist.kernels.mxfp4_layout import CODE_BYTES, TILE_BYTES
 from rose_dist.kernels.stream_tiling import StreamTiling
 from rose_dist.kernels.variants import WARP
-from rose_dist.kernels.warp_matrix import multiply_add
+from rose_dist.kernels.warp_matrix import load_matrices, multiply_add
 
 SEGMENTS = 64
 """Most (expert, rows of x) pairs that one block may meet."""
@@ -70,16 +70,17 @@ class ExpertLinear(jit.Kernel):
     def __call__(
         self, weights: Int64, rescale: Int64, bias: Int64, x: Int64, counts: Int64, offsets: Int64, out: Int64,
         second_weights: Int64, second_rescale: Int64, second_bias: Int64, second_out: Int64, counter: Int64,
-        report: Int64, limit_ns: Int64, alpha: Float32, limit: Float32, blocks: Int32, stream: Stream,
+        report: Int64, limit_ns: Int64, ahead: Int64, ahead_bytes: Int64, alpha: Float32, limit: Float32, blocks: Int32,
+        stream: Stream,
     ) -> None:  # fmt: skip
         """Addresses: weights u8 [experts, tiles, columns / 32, 544], rescale fp32 [experts], bias bf16 [experts,
         32 · tiles] or 0, x bf16 [rows, columns], counts int32 [experts], offsets int64 [experts + 1], out bf16 [rows,
         32 · tiles] or half of that if gated; of the second layer the same, if there is one. counter, report, limit_ns:
-        as `phase_barrier` says.
+        as `phase_barrier` says. ahead, ahead_bytes: what a later launch reads, 0 bytes for nothing.
         """
         self.kernel(
             weights, rescale, bias, x, counts, offsets, out, second_weights, second_rescale, second_bias, second_out,
-            counter, report, limit_ns, alpha, limit,
+            counter, report, limit_ns, ahead, ahead_bytes, alpha, limit,
         ).launch(
             grid=[blocks, 1, 1], block=[self.tiling.threads, 1, 1], smem=self.tiling.shared_bytes, stream=stream,
             use_pdl=True, min_blocks_per_mp=1, preferred_smem_carveout=100,
@@ -89,7 +90,7 @@ class ExpertLinear(jit.Kernel):
     def kernel(
         self, weights: Int64, rescale: Int64, bias: Int64, x: Int64, counts: Int64, offsets: Int64, out: Int64,
         second_weights: Int64, second_rescale: Int64, second_bias: Int64, second_out: Int64, counter: Int64,
-        report: Int64, limit_ns: Int64, alpha: Float32, limit: Float32,
+        report: Int64, limit_ns: Int64, ahead: Int64, ahead_bytes: Int64, alpha: Float32, limit: Float32,
     ) -> None:  # fmt: skip
         tiling, both = self.tiling, len(self.tiles) > 1
         thread = cute.arch.thread_idx()[0]
@@ -108,8 +109,9 @@ class ExpertLinear(jit.Kernel):
         items, tile, ends = ([share[i] for share in shares] for i in range(3))
         if cute.arch.make_warp_uniform(thread // WARP) == tiling.warps:
             Feeder(self.tiles, tiling).run(
-                shared, [weights, second_weights], [x, out], segments, items, tile, ends, counter, report, limit_ns
-            )
+                shared, [weights, second_weights], [x, out], segments, items, tile, ends,
+                [counter, report, limit_ns], [ahead, ahead_bytes],
+            )  # fmt: skip
         else:
             state = [Int32(0), Int32(0), Int32(1), Int32(tiling.buffers - 1), Int32(1)]
             state = self.compute(shared, bias, rescale, out, alpha, limit, segments, items[0], tile[0], state, 0)
@@ -177,12 +179,13 @@ class ExpertLinear(jit.Kernel):
             biases = Uint32(0)
             if part < tiling.parts:
                 biases = meet.bias(bias, expert, tile, part)
-            stage, parity, live = self.item(shared, sums, buffer, count, stage, parity)
+            sums.fill(0.0)
+            stage, parity = self.accumulate(shared, sums, buffer, count, stage, parity)
             wait(added, sums_parity)
-            meet.store(meeting, warp, sums, live)
+            meet.store(meeting, warp, sums)
             cute.arch.barrier(barrier_id=1, number_of_threads=tiling.warps * WARP)
             for again in range_constexpr(0, tiling.parts, tiling.warps):
-                if part + again < live:
+                if part + again < tiling.parts:
                     if const_expr(again > 0):
                         biases = meet.bias(bias, expert, tile, part + again)
                     target = out + (Int64(start) * (16 * tiles) + tile * 16) * meet.pair_bytes
@@ -201,35 +204,14 @@ class ExpertLinear(jit.Kernel):
         return [stage, parity, sums_parity, buffer, row_parity]
 
     @cute.jit
-    def item(
-        self, shared: Int32, sums: cute.Tensor, buffer: Int32, count: Int32, stage: Int32, parity: Int32
-    ) -> tuple[Int32, Int32, Int32]:
-        """An item's sums, for all rows or for half of them; the stage and parity that come next, the parts with sums.
-
-        Experts with more than 8 rows are few up to 128 tokens, and the others need only every second product.
-        """
-        all_tiles, few, live = self.tiling.row_tiles, self.tiling.few_row_tiles, Int32(self.tiling.parts)
-        sums.fill(0.0)
-        if const_expr(few < all_tiles):
-            if count > few * 8:
-                stage, parity = self.accumulate(shared, sums, buffer, count, stage, parity, all_tiles)
-            else:
-                live = Int32(2 * few)
-                stage, parity = self.accumulate(shared, sums, buffer, count, stage, parity, few)
-        else:
-            stage, parity = self.accumulate(shared, sums, buffer, count, stage, parity, all_tiles)
-        return stage, parity, live
-
-    @cute.jit
     def accumulate(
-        self, shared: Int32, sums: cute.Tensor, buffer: Int32, count: Int32, stage: Int32, parity: Int32,
-        row_tiles: cutlass.Constexpr,
-    ) -> tuple[Int32, Int32]:  # fmt: skip
-        """An item's products, for `row_tiles` times 8 rows of x; the stage and parity that come next."""
+        self, shared: Int32, sums: cute.Tensor, buffer: Int32, count: Int32, stage: Int32, parity: Int32
+    ) -> tuple[Int32, Int32]:
+        """An item's products; the ring's stage and parity that come next."""
         tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
-        # A lane reads its own row of each 8, or the last one in place of any beyond.
-        at = shared + tiling.row_offset + buffer * (tiling.rows * tiling.row_stride) + lane % 4 * 16
-        rows = [at + vector.min_of(lane // 4 + 8 * i, count - 1) * tiling.row_stride for i in range(row_tiles)]
+        # A lane names a row of each 8, or the last one in place of any beyond, and 8 of 32 columns.
+        at = shared + tiling.row_offset + buffer * (tiling.rows * tiling.row_stride) + lane // 8 * 16
+        rows = [at + vector.min_of(lane % 8 + 8 * i, count - 1) * tiling.row_stride for i in range(tiling.row_tiles)]
         for step in range_constexpr(tiling.steps):
             wait(barrier(shared, stage), parity)
             self.multiply(shared, rows, stage, step, sums)
@@ -253,7 +235,7 @@ class ExpertLinear(jit.Kernel):
             codes = load_shared(ring + column * TILE_BYTES + lane * 16, 4)
             scales = load_shared(ring + column * TILE_BYTES + CODE_BYTES + lane // 4 * 4, 1)[0]
             behind = (column + step * tiling.step_columns * tiling.warps) * 64
-            values = [load_shared(row + behind, 4) for row in rows]
+            values = [load_matrices(row + behind) for row in rows]
             for half in range(2):
                 first, second = (decode(codes[i], scales, i) for i in (2 * half, 2 * half + 1))
                 for k in (0, 2):

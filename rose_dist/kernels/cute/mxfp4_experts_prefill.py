@@ -27,7 +27,7 @@ from rose_dist.kernels.dsl import (
 )  # fmt: skip
 from rose_dist.kernels.mxfp4_layout import CODE_BYTES, TILE_BYTES
 from rose_dist.kernels.variants import WARP, GemmTiling
-from rose_dist.kernels.warp_matrix import multiply_add
+from rose_dist.kernels.warp_matrix import load_matrices, multiply_add
 
 SEGMENTS = 1024
 """Most (expert, 64 rows of x) pairs of a launch."""
@@ -172,7 +172,7 @@ class ExpertGemm(jit.Kernel):
         """An item's products, for `row_tiles` times 8 rows of x; the stage and parity that come next."""
         tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
         rows = [
-            vector.min_of(lane // 4 + 8 * i, count - 1) * tiling.row_stride + lane % 4 * 16 for i in range(row_tiles)
+            vector.min_of(lane % 8 + 8 * i, count - 1) * tiling.row_stride + lane // 8 * 16 for i in range(row_tiles)
         ]
         for _ in range(tiling.steps):
             wait(barrier(shared, stage), parity)
@@ -192,7 +192,7 @@ class ExpertGemm(jit.Kernel):
             scales = load_shared(weights + block * TILE_BYTES + CODE_BYTES + lane // 4 * 4, 1)[0]
             words = [decode(codes[i], scales, i) for i in range(4)]
             for tile, row in enumerate(rows):
-                value = load_shared(ring + row + block * 64, 4)
+                value = load_matrices(ring + row + block * 64)
                 for half in range(2):
                     first, second = words[2 * half : 2 * half + 2]
                     at = (half * self.tiling.row_tiles + tile) * 4

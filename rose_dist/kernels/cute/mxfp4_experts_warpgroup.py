@@ -8,7 +8,7 @@ from typing import Any
 
 from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
-from rose_dist.kernels.cute.expert_segments import count_segments, list_even_segments, load_experts
+from rose_dist.kernels.cute.expert_segments import list_even_segments, load_experts
 from rose_dist.kernels.cute.expert_slots import shared_integers
 from rose_dist.kernels.cute.mxfp4_feeder import CELLS, Feeder
 from rose_dist.kernels.cute.mxfp4_operands import barrier, decode, load_shared, next_stage, wait
@@ -37,7 +37,7 @@ from rose_dist.kernels.warpgroup_matrix import (
     multiply_add_async,
     right_operand,
 )
-from rose_dist.kernels.warpgroup_tiling import WARPGROUP, WarpgroupTiling
+from rose_dist.kernels.warpgroup_tiling import BIAS_BYTES, WARPGROUP, WarpgroupTiling
 
 SEGMENTS = 1024
 """Most (expert, rows of x at a time) pairs of a launch."""
@@ -89,7 +89,6 @@ class WarpgroupExpertGemm(jit.Kernel):
         thread = cute.arch.thread_idx()[0]
         shared = Int32(cute.arch.get_dyn_smem(Uint8, alignment=128).toint())
         segments = [shared_integers(SEGMENTS) for _ in range(4)]
-        starts = shared_integers(self.experts + 1)
         if thread < 2 * tiling.stages:
             arrivals = vector.select(thread < tiling.stages, Int32(tiling.feeders), Int32(tiling.warps))
             cute.arch.mbarrier_init(barrier(shared, thread), arrivals)
@@ -97,13 +96,11 @@ class WarpgroupExpertGemm(jit.Kernel):
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         mine = load_experts(counts, offsets, rescale, self.experts, tiling.threads)
-        count_segments(mine, starts, tiling.rows, self.experts, tiling.threads)
-        items = starts[self.experts] * self.groups
-        list_even_segments(mine, starts, segments, self.experts)
+        items = list_even_segments(mine, segments, tiling.rows, self.experts, tiling.threads) * self.groups
         warp = cute.arch.make_warp_uniform(thread // WARP)
         if warp >= tiling.warps:
             cute.arch.setmaxregister_decrease(tiling.registers[0])
-            Feeder(self.tiles, tiling).run(shared, weights, x, segments, items, warp - tiling.warps)
+            Feeder(self.tiles, tiling).run(shared, weights, bias, x, segments, items, warp - tiling.warps)
         else:
             cute.arch.setmaxregister_increase(tiling.registers[1])
             self.compute(shared, bias, out, alpha, limit, segments, items, warp)
@@ -151,19 +148,26 @@ class WarpgroupExpertGemm(jit.Kernel):
     ) -> None:  # fmt: skip
         """An item's products and results."""
         lane, width = cute.arch.thread_idx()[0] % WARP, self.tiling.widths[number]
-        expert, start, count, factor = rows
+        _, start, count, factor = rows
         sums = cute.make_rmem_tensor(width, Float32)
         sums.fill(0.0)
-        self.accumulate(shared, sums, vector.min_of(tile, Int32(self.tiles - 1)), stage, parity, width)
+        place = vector.min_of(tile, Int32(self.tiles - 1)) % self.tiling.warps
+        last = self.accumulate(shared, sums, place, stage, parity, width)
+        biases = [Uint32(0), Uint32(0)]
+        if bias != 0:
+            biases = self.load_biases(shared, last, place)
+        self.release(shared, last)
         if tile < self.tiles:
             for half in range_constexpr(2):
-                pair = tile * 16 + half * 8 + lane // 4
-                words = Uint32(0)
-                if bias != 0:
-                    words = Uint32(vector.scalar(bias + (Int64(expert) * (16 * self.tiles) + pair) * 4, Uint32)[0])
-                row = lane % 4 * 2
+                pair, row = tile * 16 + half * 8 + lane // 4, lane % 4 * 2
                 target = out + (Int64(start + row) * (16 * self.tiles) + pair) * self.pair_bytes
-                self.write(sums, half, words, target, count - row, factor, alpha, limit, number)
+                self.write(sums, half, biases[half], target, count - row, factor, alpha, limit, number)
+
+    def load_biases(self, shared: Any, stage: Any, place: Any) -> Any:
+        """Of this lane's pairs of matrix rows, a word each, from an item's last stage."""
+        at = shared + self.tiling.ring_offset + stage * self.tiling.stage_bytes + self.tiling.bias_offset
+        at += place * BIAS_BYTES + cute.arch.thread_idx()[0] % WARP // 4 * 4
+        return [load_shared(at + half * (BIAS_BYTES // 2), 1)[0] for half in range(2)]
 
     @cute.jit
     def after_item(self, stage: Int32, parity: Int32) -> tuple[Int32, Int32]:
@@ -192,15 +196,15 @@ class WarpgroupExpertGemm(jit.Kernel):
 
     @cute.jit
     def accumulate(
-        self, shared: Int32, sums: cute.Tensor, tile: Int32, stage: Int32, parity: Int32, width: cutlass.Constexpr
-    ) -> None:
-        """An item's products, for `width` rows of x.
+        self, shared: Int32, sums: cute.Tensor, place: Int32, stage: Int32, parity: Int32, width: cutlass.Constexpr
+    ) -> Int32:
+        """An item's products, for `width` rows of x. Returns the last stage, which is still to be freed.
 
         Up to three halves of a tile are live: two that are multiplied and one that is decoded. The first half of the
         next stage is decoded at the end of a turn, not at the start: or the assembler, which loses sight of the
         products under way there, has each wait for the one before (ptxas C7513).
         """
-        tiling, place = self.tiling, tile % self.tiling.warps
+        tiling = self.tiling
         codes = cute.make_rmem_tensor(5 * tiling.step_columns, Uint32)
         left = cute.make_rmem_tensor(8, Uint32)
         wait(barrier(shared, stage), parity)
@@ -225,7 +229,7 @@ class WarpgroupExpertGemm(jit.Kernel):
                     if step > 0:
                         self.release(shared, before)
         self.settle(sums, width)
-        self.release(shared, before)
+        return before
 
     def load_codes(self, shared: Any, stage: Any, place: Any, codes: Any) -> None:
         """A stage's codes and scales, 5 words a block."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rose_dist.kernels import ptx, sync, vector
+from rose_dist.kernels.cute.look_ahead import look_ahead
 from rose_dist.kernels.cute.mxfp4_operands import barrier, next_stage, wait
 from rose_dist.kernels.cute.phase_barrier import arrive
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, const_expr, cute, range_constexpr
@@ -29,16 +30,21 @@ class Feeder:
     @cute.jit
     def run(
         self, shared: Int32, weights: list[Int64], x: list[Int64], segments: list[cute.Tensor], items: list[Int32],
-        tile: list[Int32], ends: list[Int32], counter: Int64, report: Int64, limit_ns: Int64,
+        tile: list[Int32], ends: list[Int32], meeting: list[Int64], ahead: list[Int64],
     ) -> None:  # fmt: skip
         """Copy the weights of all items, the first of which is number `tile` of its matrix, and the rows of the `ends`
-        segments that they are of. counter, report, limit_ns: of the meeting between the layers.
+        segments that they are of. meeting: counter, report and limit of that between the layers. ahead: address and
+        bytes of what comes next from memory.
         """
         tiling, steps = self.tiling, self.tiling.steps
         first = items[0] * steps
         copies = first
         if const_expr(len(self.tiles) > 1):
             copies += items[1] * steps
+        ptx.fence_async_copies()  # the launch before has written the rows, which is known since the wait
+        # Copies are carried out in turn: behind the weights, rows, which are needed at once, would come last.
+        for early in range_constexpr(tiling.buffers):
+            self.fetch_rows(shared, x, segments, ends, Boolean(False), Int32(early))
         source, segment, left = weights[0], Int32(-1), Int32(1)
         source, segment, left = self.turn_to(weights, segments, tile, ends, first, source, segment, left, Int32(0))
         for stage in range_constexpr(tiling.stages):
@@ -47,13 +53,10 @@ class Feeder:
             source, segment, left = self.turn_to(
                 weights, segments, tile, ends, first, source, segment, left, Int32(stage + 1)
             )
-        ptx.fence_async_copies()  # the launch before has written the rows, which is known since the wait
-        for ahead in range_constexpr(tiling.buffers):
-            self.fetch_rows(shared, x, segments, ends, Boolean(False), Int32(ahead))
         done, done_left = Int32(0), (self.tiles[0] - tile[0]) * steps
         if const_expr(len(self.tiles) > 1):
             if first == 0:
-                self.meet(shared, x, segments, items, ends, counter, report, limit_ns)
+                self.meet(shared, x, segments, items, ends, meeting)
                 done_left = (self.tiles[1] - tile[1]) * steps
         stage, parity = Int32(0), Int32(0)
         for freed in range(1, copies + 1):
@@ -61,6 +64,8 @@ class Feeder:
             wait(barrier(shared, stage + tiling.stages), parity)
             if freed - 1 + tiling.stages < copies:
                 self.fetch(shared, source, stage)
+            if freed == vector.max_of(copies - tiling.stages, Int32(1)):
+                look_ahead(ahead[0], ahead[1])
             source, segment, left = self.turn_to(
                 weights, segments, tile, ends, first, source, segment, left, freed + tiling.stages
             )
@@ -71,7 +76,7 @@ class Feeder:
                 self.fetch_rows(shared, x, segments, ends, freed > first, done + (tiling.buffers - 1))
             if const_expr(len(self.tiles) > 1):
                 if freed == first:
-                    self.meet(shared, x, segments, items, ends, counter, report, limit_ns)
+                    self.meet(shared, x, segments, items, ends, meeting)
                     done, done_left = Int32(0), (self.tiles[1] - tile[1]) * steps
             stage, parity = next_stage(stage, parity, self.tiling.stages)
 
@@ -158,15 +163,15 @@ class Feeder:
     @cute.jit
     def meet(
         self, shared: Int32, x: list[Int64], segments: list[cute.Tensor], items: list[Int32], ends: list[Int32],
-        counter: Int64, report: Int64, limit_ns: Int64,
+        meeting: list[Int64],
     ) -> None:  # fmt: skip
         """Between the layers: this block's results are written; once all blocks' are, fetch the first rows."""
         wait(barrier(shared, self.tiling.written), 0)
         if cute.arch.thread_idx()[0] % WARP == 0:
             block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-            flipped = arrive(counter, block == 0, blocks)
+            flipped = arrive(meeting[0], block == 0, blocks)
             if items[1] > 0:
-                sync.wait(counter, flipped, "gpu", limit_ns, report, Int32(0), Int32(0), LAYERS_STAGE)
+                sync.wait(meeting[0], flipped, "gpu", meeting[2], meeting[1], Int32(0), Int32(0), LAYERS_STAGE)
         cute.arch.sync_warp()
         ptx.fence_async_copies()
         for ahead in range_constexpr(self.tiling.buffers):

@@ -1,4 +1,4 @@
-"""What feeds the expert GEMM of warpgroups: pieces of weights by bulk copies, pieces of x through registers."""
+"""What feeds the expert GEMM of warpgroups: pieces of weights by bulk copies, pieces of x by copies of 16 bytes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from rose_dist.kernels import ptx, vector
-from rose_dist.kernels.cute.mxfp4_operands import barrier, store_shared_word, wait
-from rose_dist.kernels.dsl import Int32, Int64, cute, range_constexpr
+from rose_dist.kernels.cute.mxfp4_operands import barrier, next_stage, wait
+from rose_dist.kernels.dsl import Int32, Int64, Uint32, cute, range_constexpr
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES
 from rose_dist.kernels.variants import WARP
+from rose_dist.kernels.warp_matrix import await_copies, commit_copies, copy_async
 from rose_dist.kernels.warpgroup_matrix import CELL_BYTES
-from rose_dist.kernels.warpgroup_tiling import FEEDER_ROWS, WarpgroupTiling
+from rose_dist.kernels.warpgroup_tiling import BIAS_BYTES, ROW_GROUP, WarpgroupTiling
 
 CELLS = 4
 """Of 8 columns, in a scale block."""
@@ -19,17 +20,10 @@ CELLS = 4
 
 @dataclass(frozen=True)
 class Feeder:
-    """The feeding warps. As many as are needed to hold a stage's rows of x are a team; teams take turns.
+    """The feeding warps: each copies every fourth 8 rows of x, the first one all weights and biases too.
 
-    A warp has loads of x for its next stage under way while it waits to store those of this one.
-
-    A wait by parity tells a stage's last use from the one before it only where the use before that is known to be over.
-    Within an item a warp moves on by as many stages as there are teams, no more than the ring has. Between items of
-    small teams it could move further; so it first waits until the item's first stage is free, its own or not. All that
-    was in the ring before that stage's last use is then over.
-
-    The decoded columns of a lane, 8q … 8q + 7 of a scale block, are not those that the product wants from it; columns
-    of x are put into the same order here, by pairs.
+    Bulk copies announce themselves. Of its other copies a warp awaits those of `late` stages ago whenever it has
+    started a stage's, and announces them: so x is asked for as early as weights are, across the borders of items.
     """
 
     tiles: int
@@ -38,90 +32,89 @@ class Feeder:
 
     @cute.jit
     def run(
-        self, shared: Int32, weights: Int64, x: Int64, segments: list[cute.Tensor], items: Int32, feeder: Int32
-    ) -> None:
+        self, shared: Int32, weights: Int64, bias: Int64, x: Int64, segments: list[cute.Tensor], items: Int32,
+        feeder: Int32,
+    ) -> None:  # fmt: skip
         """Feeding warp number `feeder`, all of its items. Addresses as in `ExpertLinear`."""
         tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
         groups = -(-self.tiles // tiling.warps)
-        held = cute.make_rmem_tensor(FEEDER_ROWS // 8 * tiling.step_columns * 4, Int32)
-        base = Int32(0)
+        # A fresh barrier lets a wait for the phase before its first one pass.
+        stage, parity, number = Int32(0), Int32(1), Int32(0)
         for item in range(cute.arch.block_idx()[0], items, cute.arch.grid_dim()[0]):
             segment, group = item // groups, item % groups
             expert, start, count = [values[segment] for values in segments[:3]]
-            team = Int32(tiling.feeders)
-            if count <= FEEDER_ROWS:
-                team = Int32(1)
-            elif count <= 2 * FEEDER_ROWS:
-                team = Int32(2)
-            member, turn, teams = feeder % team, feeder // team, tiling.feeders // team
-            first = member * FEEDER_ROWS
             tile = group * tiling.warps
             source = weights + (Int64(expert) * self.tiles + tile + lane) * (tiling.columns * TILE_BYTES)
-            rows = self.row_addresses(x, start, first, count)
-            if turn < tiling.steps:
-                self.load_rows(held, rows, turn, first, count)
-            self.await_free(shared, base)
-            for step in range(turn, tiling.steps, teams):
-                number = base + step
-                stage = number % tiling.stages
-                self.await_free(shared, number)
-                full = barrier(shared, stage)
+            biases = Int64(0)
+            if bias != 0:
+                biases = bias + (Int64(expert) * self.tiles + tile) * BIAS_BYTES
+            rows = self.row_addresses(x, start, feeder, count)
+            for step in range(tiling.steps):
+                wait(barrier(shared, stage + tiling.stages), parity)
                 target = shared + tiling.ring_offset + stage * tiling.stage_bytes
-                if member == 0:
-                    self.copy_weights(target + tiling.x_bytes, source, step, self.tiles - tile, full)
-                self.store_rows(target, held, first, count)
-                # What this thread has stored, tensor cores read through another path than its own loads.
-                cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.sync_warp()
-                if lane < teams:
-                    cute.arch.mbarrier_arrive(full)
-                if step + teams < tiling.steps:
-                    self.load_rows(held, rows, step + teams, first, count)
-            base += tiling.steps
-
-    def await_free(self, shared: Any, number: Any) -> None:
-        """Until the stage of the block's step `number` is free: what was in it before has been multiplied."""
-        stages = self.tiling.stages
-        # A fresh barrier lets a wait for the phase before its first one pass.
-        wait(barrier(shared, number % stages + stages), (number // stages & 1) ^ 1)
+                if feeder == 0:
+                    self.copy_weights(target, source, biases, step, self.tiles - tile, barrier(shared, stage))
+                self.copy_rows(target, rows, step, feeder, count)
+                commit_copies()
+                if number >= tiling.late:
+                    await_copies(tiling.late)
+                    self.announce(shared, number - tiling.late)
+                number += 1
+                stage, parity = next_stage(stage, parity, tiling.stages)
+        await_copies(0)
+        for last in range(vector.max_of(number - tiling.late, Int32(0)), number):
+            self.announce(shared, last)
 
     @cute.jit
-    def copy_weights(self, target: Int32, source: Int64, step: Int32, left: Int32, full: cute.Pointer) -> None:
-        """Start copying a stage's piece of each tile row, a lane each. `left`: tile rows from the first one on."""
+    def announce(self, shared: Int32, number: Int32) -> None:
+        """This warp's copies for the block's step `number`, which have come."""
+        # What this thread has copied, tensor cores read through another path than its own loads.
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        if cute.arch.thread_idx()[0] % WARP == 0:
+            cute.arch.mbarrier_arrive(barrier(shared, number % self.tiling.stages))
+
+    @cute.jit
+    def copy_weights(
+        self, target: Int32, source: Int64, biases: Int64, step: Int32, left: Int32, full: cute.Pointer
+    ) -> None:
+        """Start copying a stage's piece of each tile row, a lane each, and what else an item's last stage holds.
+
+        source: this lane's tile row; biases: 0 without; left: tile rows from the first one on.
+        """
         tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
         size, here = tiling.tile_row_bytes, vector.min_of(Int32(tiling.warps), left)
+        with_biases = (biases != 0) & (step == tiling.steps - 1)
         if lane == 0:
             cute.arch.mbarrier_expect_tx(full, here * size)
+            if with_biases:
+                cute.arch.mbarrier_expect_tx(full, here * BIAS_BYTES)
+                ptx.copy_to_shared(target + tiling.bias_offset, biases, here * BIAS_BYTES, full.toint())
         cute.arch.sync_warp()
         if lane < here:
-            ptx.copy_to_shared(target + lane * size, source + Int64(step) * size, size, full.toint())
+            place = target + tiling.x_bytes + lane * size
+            ptx.copy_to_shared(place, source + Int64(step) * size, size, full.toint())
 
-    def row_addresses(self, x: Any, start: Any, first: Any, count: Any) -> Any:
-        """Where this lane's 16 bytes begin in its row of each 8; in the last row in place of any beyond."""
+    def row_addresses(self, x: Any, start: Any, feeder: Any, count: Any) -> Any:
+        """Where this lane's cell of a scale block begins, in its row of each 8 or the last one for any beyond."""
         lane = cute.arch.thread_idx()[0] % WARP
-        rows = [vector.min_of(first + 8 * i + lane // 4, count - 1) + start for i in range(FEEDER_ROWS // 8)]
-        return [x + Int64(row) * (self.tiling.columns * 64) + lane % 4 * 16 for row in rows]
+        own = [first + feeder * ROW_GROUP + lane % ROW_GROUP for first in self.firsts]
+        rows = [vector.min_of(row, count - 1) + start for row in own]
+        return [x + Int64(row) * (self.tiling.columns * 64) + lane // ROW_GROUP * CELL_BYTES for row in rows]
+
+    @property
+    def firsts(self) -> range:
+        """Rows of x from one of which on all feeding warps copy 8 each."""
+        return range(0, self.tiling.rows, self.tiling.feeders * ROW_GROUP)
 
     @cute.jit
-    def load_rows(self, held: cute.Tensor, rows: list[Int64], step: Int32, first: Int32, count: Int32) -> None:
-        """Start loading a stage's rows into registers."""
-        behind = Int64(step) * (self.tiling.step_columns * 64)
-        for i in range_constexpr(FEEDER_ROWS // 8):
-            if first + 8 * i < count:
-                for block in range_constexpr(self.tiling.step_columns):
-                    words = ptx.load_16b(rows[i] + (behind + block * 64))
-                    for j in range_constexpr(4):
-                        held[(i * self.tiling.step_columns + block) * 4 + j] = words[j]
-
-    @cute.jit
-    def store_rows(self, target: Int32, held: cute.Tensor, first: Int32, count: Int32) -> None:
-        """Word j of lane q's four, columns 8q + 2j and the next, is word q of a block's cell j."""
-        lane = cute.arch.thread_idx()[0] % WARP
-        own = target + (first + lane // 4) * CELL_BYTES + lane % 4 * 4
-        for i in range_constexpr(FEEDER_ROWS // 8):
-            if first + 8 * i < count:
-                for block in range_constexpr(self.tiling.step_columns):
-                    for j in range_constexpr(4):
-                        cell = (block * CELLS + j) * self.tiling.rows + 8 * i
-                        word = held[(i * self.tiling.step_columns + block) * 4 + j]
-                        store_shared_word(own + cell * CELL_BYTES, word)
+    def copy_rows(self, target: Int32, rows: list[Int64], step: Int32, feeder: Int32, count: Int32) -> None:
+        """Start copying a stage's rows. Lane 8c + r copies of row r of 8 each scale block's cell c."""
+        tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
+        behind = Int64(step) * (tiling.step_columns * 64)
+        own = target + (lane // ROW_GROUP * tiling.rows + feeder * ROW_GROUP + lane % ROW_GROUP) * CELL_BYTES
+        for i in range_constexpr(len(self.firsts)):
+            if self.firsts[i] + feeder * ROW_GROUP < count:
+                for block in range_constexpr(tiling.step_columns):
+                    place = own + (block * CELLS * tiling.rows + self.firsts[i]) * CELL_BYTES
+                    copy_async(place, rows[i] + (behind + block * 64), Uint32(CELL_BYTES), CELL_BYTES)

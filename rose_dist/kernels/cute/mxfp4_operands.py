@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from rose_dist.kernels.dsl import Float32, Int32, Int64, Uint32, cute, cutlass
-from rose_dist.kernels.warp_matrix import multiply_bf16x2, rotate_left, spread_byte
+from rose_dist.kernels.warp_matrix import multiply_bf16x2, rotate_left, spread_half
 
 _CODE_MASK = 0x81C081C0
 
 
 def decode(word: Any, scales: Any, which: int) -> Any:
     """A word's eight codes as four pairs of bfloat16, times the scale in byte `which` of `scales`."""
-    word = Uint32(word)
+    word, scales = Uint32(word), Uint32(scales)
     mask = Uint32(_CODE_MASK)
     pairs = (
         (word << Uint32(6)) & mask,
@@ -20,7 +20,9 @@ def decode(word: Any, scales: Any, which: int) -> Any:
         rotate_left(word, 28) & mask,
         (word & Uint32(0x81808180)) | ((word >> Uint32(8)) & Uint32(0x00400040)),
     )
-    scale = spread_byte(scales, which) << Uint32(7)
+    # Of bytes 0 and 2, or 1 and 3, two bfloat16; the multiplication takes either for both of its own.
+    two = (scales >> Uint32(1) if which % 2 else scales << Uint32(7)) & Uint32(0x7F807F80)
+    scale = spread_half(two, which // 2)
     return [multiply_bf16x2(pair, scale) for pair in pairs]
 
 

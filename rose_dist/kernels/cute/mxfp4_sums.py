@@ -36,12 +36,11 @@ class Sums:
         return meeting + (warp * tiling.parts + part) * tiling.part_bytes + (lane // 4 * tiling.quads + column) * 16
 
     @cute.jit
-    def store(self, meeting: Int32, warp: Int32, sums: cute.Tensor, live: Int32) -> None:
-        """Store this warp's sums of the first `live` parts where `finish` finds them."""
+    def store(self, meeting: Int32, warp: Int32, sums: cute.Tensor) -> None:
+        """Store this warp's sums where `finish` finds them."""
         if cute.arch.thread_idx()[0] % 4 < self.tiling.quads:
             for part in range_constexpr(self.tiling.parts):
-                if part < live:
-                    store_shared(self.place(meeting, warp, part), [sums[4 * part + i] for i in range(4)])
+                store_shared(self.place(meeting, warp, part), [sums[4 * part + i] for i in range(4)])
 
     @cute.jit
     def bias(self, bias: Int64, expert: Int32, tile: Int32, part: Int32) -> Uint32:

@@ -66,7 +66,9 @@ class SendRows(nvshmem.NetworkKernel):
             cute.arch.sync_threads()
             pusher.find_destinations(ids, chunk, live, masks, Int32(0))
             cute.arch.sync_threads()
-            pusher.push_tokens(x, scales, ids, numbers, offsets, outboxes, rank, chunk, live, epoch, masks, Int32(0))
+            pusher.push_tokens(
+                x, scales, ids, Int64(0), numbers, offsets, outboxes, rank, chunk, live, epoch, masks, Int32(0)
+            )
             if thread < layout.ranks:
                 runs[thread] = pusher.run(chunk, thread, masks, Int32(0))
             cute.arch.sync_threads()

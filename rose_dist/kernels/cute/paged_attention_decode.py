@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 
 from rose_dist.kernels import jit, vector, warp_matrix
 from rose_dist.kernels.arch import Arch
+from rose_dist.kernels.attention_tiling import TILE
 from rose_dist.kernels.cute.attention_products import Products
 from rose_dist.kernels.cute.attention_results import NOTHING, THREADS, WARPS, Results
 from rose_dist.kernels.cute.kv_tiles import Tiles
@@ -27,25 +27,12 @@ from rose_dist.kernels.dsl import (
     cutlass,
     range_constexpr,
 )  # fmt: skip
-from rose_dist.kernels.paged_attention import TILE, UNLIMITED
+from rose_dist.kernels.paged_attention import UNLIMITED
 from rose_dist.kernels.variants import WARP
 
 MOST_STAGES = 6
 SM_SHARED_BYTES, BLOCK_OVERHEAD_BYTES = 228 << 10, (1 << 10) + 128
 """Shared memory of an SM, Hopper's and Blackwell's, and what a block takes beside tiles and scalars."""
-ROW_BYTES = 256
-"""Neighbouring bytes of a token that a warp reads, if there are so many: with pieces of 128 bytes no kernel has come to
-much more than half the copy rate on H200."""
-WIDE_DIMENSIONS = 128
-"""Of a token's neighbouring heads, all that a thread has registers for with 16 query heads a key head."""
-
-
-def heads_together(key_heads: int, head_dim: int, dtype: torch.dtype, wide_group: bool) -> int:
-    """Neighbouring key heads that one block reads, if a token's lie side by side."""
-    heads = ROW_BYTES // (head_dim * dtype.itemsize)
-    if wide_group:
-        heads = min(heads, WIDE_DIMENSIONS // head_dim)
-    return math.gcd(max(heads, 1), key_heads)
 
 
 @cache

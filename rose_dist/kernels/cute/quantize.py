@@ -22,7 +22,7 @@ def quantizer(arch: Arch, dtype: torch.dtype, shape: RowShape, vector_bytes: int
 def quantize_kernel(
     arch: Arch, dtype: torch.dtype, shape: RowShape, vector_bytes: int, output: BlockOutput
 ) -> Quantize:
-    count = shape.lane_elements(output.columns, vector_bytes, dtype.itemsize)
+    count = shape.lane_elements(output.columns, vector_bytes, dtype.itemsize, output.fmt.block)
     tiling = tile(output.columns // count, count * dtype.itemsize, shape, group=output.lanes(count))
     return Quantize(arch, dtype, tiling, count, vector_bytes, output)
 

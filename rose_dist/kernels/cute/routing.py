@@ -74,7 +74,8 @@ class Route(jit.Kernel):
         tokens: Int32, blocks: Int32, scale: Float32, stream: Stream,
     ) -> None:  # fmt: skip
         threads = self.shape.warps * WARP
-        cluster = [max(self.shape.cluster, 1), 1, 1]
+        # A cluster of one would be launched as a cluster, too.
+        cluster = [self.shape.cluster, 1, 1] if self.shape.cluster else None
         if const_expr(self.counts and not self.shape.cluster):
             self.zero(counts).launch(grid=[1, 1, 1], block=[MAX_EXPERTS, 1, 1], stream=stream, use_pdl=True)
         self.kernel(logits, stride, bias, ids, weights, counts, live_rows, tokens, scale).launch(

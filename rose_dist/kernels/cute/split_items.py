@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rose_dist.kernels import vector
+from rose_dist.kernels.attention_tiling import MIN_TILES, TILE
 from rose_dist.kernels.dsl import Int32, Int64, cute
-from rose_dist.kernels.paged_attention import MIN_TILES, TILE
 from rose_dist.kernels.variants import WARP
 
 

@@ -40,7 +40,8 @@ def activation_kernel(
     output: BlockOutput | None, listed: bool = False,
 ) -> GatedActivation:  # fmt: skip
     side_by_side = 2 if gate is Gate.CLAMPED_SWIGLU else 1
-    count = shape.lane_elements(columns, side_by_side * vector_bytes, side_by_side * dtype.itemsize)
+    block = 0 if output is None else output.fmt.block
+    count = shape.lane_elements(columns, side_by_side * vector_bytes, side_by_side * dtype.itemsize, block)
     group = 1 if output is None else output.lanes(count)
     tiling = tile(columns // count, 2 * count * dtype.itemsize, shape, group=group)
     return GatedActivation(arch, gate, dtype, tiling, count, vector_bytes, bias, output, listed)

@@ -1,1 +1,0 @@
-"""What decode attention was before, for comparison; see `paged_attention`."""

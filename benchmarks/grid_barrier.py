@@ -1,0 +1,37 @@
+"""Times the grid barrier, for `kernels.py`."""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+
+from benchmarks.kernel_cases import CUDA
+from rose_dist.kernels import jit, launch, probe
+from rose_dist.kernels.sync import WaitReport
+
+
+def barriers() -> dict[str, float]:
+    """us a grid barrier, by blocks: the difference of two launches with different numbers of them."""
+    arch = launch.device(torch.zeros(1, device=CUDA)).arch
+    report = WaitReport({probe.BARRIER_STAGE: "the grid barrier"})
+    result = {}
+    for blocks in (16, 66, torch.cuda.get_device_properties(0).multi_processor_count):
+        times = []
+        for repeats in (100, 1100):
+            loaded = jit.load(probe.GridBarriers(arch, repeats, work=False))
+            counter = torch.zeros(1, dtype=torch.int32, device=CUDA)
+            slots = torch.zeros(blocks, dtype=torch.int32, device=CUDA)
+            samples = []
+            for attempt in range(9):
+                base = attempt * blocks * repeats
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                launch.run(loaded, counter, counter, base, slots, report.address, 10**10, blocks)
+                end.record()
+                end.synchronize()
+                samples.append(begin.elapsed_time(end) * 1e3)
+            report.check()
+            times.append(statistics.median(samples))
+        result[str(blocks)] = (times[1] - times[0]) / 1000
+    return result
