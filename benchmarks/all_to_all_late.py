@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.exchange_layers import MODELS, Layer
+from benchmarks.exchange_layers import MODELS, Layer, varied
 from rose_dist.comm.all_to_all.protocol import Dispatched
+from rose_dist.kernels import jit
 from rose_dist.kernels.all_reduce import AllReduce
-from rose_dist.kernels.arch import device_info
+from rose_dist.kernels.arch import Arch, device_info
+from rose_dist.kernels.exchange_kernels import ExchangeKernels
+from rose_dist.kernels.exchange_order import order_kernel
+from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.sync import WaitExpiredError
 
 if TYPE_CHECKING:
@@ -87,6 +91,17 @@ def _exchanges(bench: Bench) -> list[Case]:
     return found
 
 
+def exchange_kernels(arch: Arch, ranks: int) -> list[jit.Kernel]:
+    """That `_exchanges` loads."""
+    found: list[jit.Kernel] = []
+    for tokens in (TOKENS, MANY):
+        config = MODELS[0].config(tokens)
+        layout = varied(config, ranks, 1, {})
+        found += ExchangeKernels(arch, layout, PackedLayout(), config.expert_dtype).usual()
+        found += [order_kernel(arch, layout)] if layout.has_rows else []
+    return found
+
+
 def late(bench: Bench) -> dict[str, Any]:
     """The last rank makes every call 5 s after the others, who give up long before and say whom they waited for. Its
     own calls find all that they wait for.
@@ -114,7 +129,7 @@ def killed(bench: Bench) -> dict[str, Any]:
     try:
         for number, case in enumerate(all_cases):
             rows.append(_run(case, "dead" if number else "killed"))
-    except RuntimeError as error:
+    except Exception as error:
         rows.append({"inside": case.name, "last rank": "dead", "said": str(error).splitlines()[0], "GPU works": False})
     if not rows[0]["said"]:
         raise RuntimeError(f"nobody noticed the dead rank: {rows}")

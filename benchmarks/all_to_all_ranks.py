@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.graphs import captured, copy_rate, time_call
+from benchmarks.all_to_all_late import exchange_kernels, killed, late
+from benchmarks.graphs import copy_rate, time_call
 from rose_dist.comm import all_reduce as comm_all_reduce
 from rose_dist.comm.symmetric_memory import Region, SymmetricMemory
 from rose_dist.kernels import all_reduce as kernels_all_reduce
@@ -38,7 +39,6 @@ FUSED_ROWS = (1, 8, 32, 64)
 MOST_BYTES = 64 << 20
 ONE_SHOT_MOST = 4 << 20
 """Of the comparison of one shot with two."""
-REPLAYS = 2000
 SECTIONS = ("checks", "sizes", "fused", "late", "killed")
 HEAP = 6 << 30
 ALIGN_CYCLES = 150_000
@@ -91,19 +91,20 @@ def build(arch: Arch, ranks: int) -> int:
         wide = Sizes(ranks, hidden, torch.float32, max(FUSED_ROWS), sizes.sms)
         kernels |= dict.fromkeys((*usual_kernels(arch, sizes), *usual_kernels(arch, wide)))
         kernels |= dict.fromkeys(combine_kernels(arch, sizes, BF16, k, BF16))
+    kernels |= dict.fromkeys(exchange_kernels(arch, ranks))
     with ProcessPoolExecutor(max(1, os.cpu_count() or 1), torch.multiprocessing.get_context("spawn")) as pool:
         list(pool.map(jit.build, kernels, chunksize=2))
     return len(kernels)
 
 
 def _rank(rank: int, arguments: argparse.Namespace, answers: Any) -> None:
-    from benchmarks.all_to_all_late import killed, late  # noqa: PLC0415  they use this module
+    from benchmarks.all_to_all_checks import CheckedBench  # noqa: PLC0415  it derives from `Bench`
 
     try:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", rank=rank, world_size=arguments.ranks, device_id=device)
-        bench = Bench(Control(), device)
+        bench = CheckedBench(Control(), device)
         parts: dict[str, Callable[[float], dict[str, Any]]] = {
             "checks": bench.checks, "sizes": bench.sizes, "fused": bench.fused,
             "late": lambda _: late(bench), "killed": lambda _: killed(bench),
@@ -188,144 +189,6 @@ class Bench:
             generator = torch.Generator(self.device).manual_seed(1000 * seed + rank)
             made.append(torch.randn(shape, generator=generator, device=self.device).to(BF16))
         return made
-
-    # --- Checks -------------------------------------------------------------------------------------------------------
-
-    def checks(self, budget_s: float) -> dict[str, Any]:
-        rows = []
-        cases = [(hidden, k, n) for hidden, k in SHAPES for n in (1, 8, 64, 512)]
-        for hidden, k, n in cases:
-            for kind in ("ours", "two shots"):
-                rows.append(self.check_sums(hidden, n, kind, budget_s / len(cases) / 4))
-            rows.append(self.check_combine(hidden, k, n, budget_s / len(cases) / 4))
-            if n <= 8:
-                rows.append(self.check_layer_ends(hidden, k, n, budget_s / len(cases) / 4))
-        self.check_special_values()
-        return {"checks": rows, "symmetric memory": self.heap}
-
-    def replay(
-        self, name: str, budget_s: float, refill: Callable[[int], None], graph: Any, wrong: Callable[[], Tensor]
-    ) -> dict[str, Any]:
-        """Fresh data and a random delay before each replay. All ranks replay as often."""
-        bad = torch.zeros((), dtype=torch.bool, device=self.device)
-        start, count = time.perf_counter(), 0
-        while count < REPLAYS:
-            for _ in range(50):
-                refill(count)
-                torch.cuda._sleep(int(torch.randint(CHECK_SPIN, ())))
-                graph.replay()
-                bad |= wrong()
-                count += 1
-            if any(self.control.all_gather_objects(time.perf_counter() - start > budget_s)):
-                break
-        torch.cuda.synchronize()
-        for one in self.ours.values():
-            one.check()
-        if bad.item():
-            raise RuntimeError(f"WRONG RESULT: {name} within {count} replays")
-        return {"check": name, "replays": count, "wrong": 0}
-
-    def check_sums(self, hidden: int, rows: int, kind: str, budget_s: float) -> dict[str, Any]:
-        reduce = self.ours[hidden, kind]
-        x, out = (torch.empty(rows, hidden, dtype=BF16, device=self.device) for _ in range(2))
-        expected = torch.empty_like(x)
-
-        def refill(count: int) -> None:
-            parts = self.values((rows, hidden), count)
-            x.copy_(parts[self.rank])
-            expected.copy_(functools.reduce(lambda a, b: a + b, [part.float() for part in parts]))
-            out.fill_(torch.nan)
-
-        graph = captured(lambda: reduce(x, out))
-        return self.replay(
-            f"{kind}: {rows} x {hidden}", budget_s, refill, graph,
-            functools.partial(differ, out, expected),
-        )  # fmt: skip
-
-    def check_combine(self, hidden: int, k: int, rows: int, budget_s: float) -> dict[str, Any]:
-        """Each rank holds half the pairs, at random slots."""
-        reduce = self.ours[hidden, "ours"]
-        expert_rows = torch.zeros(rows * k, hidden, dtype=BF16, device=self.device)
-        slots = torch.full((rows, k), -1, dtype=torch.int32, device=self.device)  # the first call precedes `refill`
-        weights = torch.zeros(rows, k, device=self.device)
-        out, expected = (torch.empty(rows, hidden, dtype=BF16, device=self.device) for _ in range(2))
-
-        def refill(count: int) -> None:
-            parts = self.values((rows * k, hidden), count)
-            generator = torch.Generator(self.device).manual_seed(count)
-            chosen = torch.rand(rows, k, generator=generator, device=self.device)
-            owner = torch.randint(self.ranks, (rows, k), generator=generator, device=self.device)
-            order = chosen.flatten().argsort().view(rows, k).int()
-            weights.copy_(chosen)
-            expert_rows.copy_(parts[self.rank])
-            slots.copy_(torch.where(owner == self.rank, order, -1))
-            total = torch.zeros(rows, hidden, device=self.device)
-            for rank, part in enumerate(parts):
-                mine = torch.zeros_like(total)
-                for j in range(k):
-                    product = weights[:, j, None] * part[order[:, j].long()].float()
-                    mine = torch.where(owner[:, j, None] == rank, mine + product, mine)
-                total = total + mine if rank else mine
-            expected.copy_(total)
-            out.fill_(torch.nan)
-
-        graph = captured(lambda: reduce.combine(expert_rows, slots, weights, out, tokens=rows))
-        return self.replay(
-            f"combine + all-reduce: {rows} x {hidden}", budget_s, refill, graph,
-            functools.partial(differ, out, expected),
-        )  # fmt: skip
-
-    def check_layer_ends(self, hidden: int, k: int, rows: int, budget_s: float) -> dict[str, Any]:
-        """Both ends of a decoder layer: what is added to the residual, and that with a combine and a norm."""
-        reduce, shape = self.ours[hidden, "ours"], (rows, hidden)
-        x, total, moe_total, wanted, moe_wanted = (torch.zeros(shape, dtype=BF16, device=self.device) for _ in range(5))
-        expert_rows = torch.zeros(rows * k, hidden, dtype=BF16, device=self.device)
-        slots = torch.arange(rows * k, dtype=torch.int32, device=self.device).view(rows, k)
-        weights, norm = torch.rand(rows, k, device=self.device), torch.ones(hidden, dtype=BF16, device=self.device)
-        normed: list[Tensor] = []
-
-        def refill(count: int) -> None:
-            parts = self.values((rows * (k + 1), hidden), count)
-            residual = self.values(shape, count + REPLAYS)[0]
-            for target in (total, moe_total):
-                target.copy_(residual)
-            x.copy_(parts[self.rank][:rows])
-            expert_rows.copy_(parts[self.rank][rows:])
-            wanted.copy_(sum(part[:rows].float() for part in parts) + residual.float())
-            sums = []
-            for part in parts:
-                chosen = part[rows:].view(rows, k, hidden).float()
-                sums.append(
-                    functools.reduce(lambda a, b: a + b, [weights[:, j, None] * chosen[:, j] for j in range(k)])
-                )
-            moe_wanted.copy_(functools.reduce(lambda a, b: a + b, sums).to(BF16).float() + residual.float())
-
-        def call() -> None:
-            reduce.add(x, total)
-            normed[:] = [reduce.combine_norm(expert_rows, slots, weights, moe_total, norm, EPS)]
-
-        def wrong() -> Tensor:
-            exact = torch.nn.functional.rms_norm(moe_wanted.float(), (hidden,), eps=EPS)
-            far = ((normed[0].float() - exact).abs() > exact.abs() * 2**-7 + 1e-5).any()
-            return far | differ(total, wanted) | differ(moe_total, moe_wanted)
-
-        graph = captured(call)
-        return self.replay(f"ends of a layer: {rows} x {hidden}", budget_s, refill, graph, wrong)
-
-    def check_special_values(self) -> None:
-        """No bits of the data are taken for a flag: this would hang, and then say so."""
-        for word in (0x80008000, 0x7F817F81, 0xFFFFFFFF, 0x7F80FF80, 0x00010001, 0x80018001, 0, 1, 2, 3):
-            words = torch.full((8, 1440), word, dtype=torch.int64).to(torch.uint32).view(torch.int32).to(self.device)
-            for kind in ("one shot", "two shots"):
-                out = self.ours[2880, kind](words.view(BF16))
-                expected = functools.reduce(lambda a, b: a + b, [words.view(BF16).float()] * self.ranks).to(BF16)
-                torch.cuda.synchronize()
-                if not torch.equal(out.nan_to_num().view(torch.int16), expected.nan_to_num().view(torch.int16)):
-                    raise RuntimeError(f"WRONG RESULT for words 0x{word:08x}")
-        for one in self.ours.values():
-            one.check()
-
-    # --- Times --------------------------------------------------------------------------------------------------------
 
     def time(self, call: Callable[[], Any] | None, calls: int = 20) -> float | None:
         """The slowest rank's median; None if it fails on any rank."""
@@ -427,8 +290,12 @@ class Bench:
 
                 fused_norm = functools.partial(reduce.add_rms_norm, x, residual, weight, EPS)
                 fused_combine = functools.partial(reduce.combine, expert_rows, slots, weights, out, tokens=rows)
-                fused_end = functools.partial(reduce.combine_norm, expert_rows, slots, weights, residual, weight, EPS)
-                line = {
+                fused_end = None
+                if rows <= reduce.sizes.combine_rows:
+                    fused_end = functools.partial(
+                        reduce.combine_norm, expert_rows, slots, weights, residual, weight, EPS
+                    )
+                line: dict[str, Any] = {
                     "rows": rows, "hidden": hidden, "all-reduce + residual us": self.time(
                         functools.partial(reduce.add, x, residual)
                     ),
@@ -441,10 +308,15 @@ class Bench:
                     "combine + all-reduce + residual + norm us": self.time(fused_end),
                     "combine, all-reduce, our norm us": self.time(combine_norm_apart),
                 }  # fmt: skip
-                line["norm gains x"] = line["all-reduce, add, torch norm us"] / line["all-reduce + residual + norm us"]
-                line["combine gains x"] = line["combine, all-reduce us"] / line["combine + all-reduce us"]
-                whole = line["combine + all-reduce + residual + norm us"]
-                line["combine and norm gain x"] = line["combine, all-reduce, our norm us"] / whole
+                for gain, apart, together in (
+                    ("norm gains x", "all-reduce, add, torch norm us", "all-reduce + residual + norm us"),
+                    ("combine gains x", "combine, all-reduce us", "combine + all-reduce us"),
+                    (
+                        "combine and norm gain x", "combine, all-reduce, our norm us",
+                        "combine + all-reduce + residual + norm us",
+                    ),
+                ):  # fmt: skip
+                    line[gain] = line[apart] / line[together] if line[apart] and line[together] else None
                 table.append(line)
                 if self.rank == 0:
                     print(line, flush=True)
@@ -467,11 +339,6 @@ def link_rate(control: Control, device: torch.device, align: Callable[[], None],
         end.synchronize()
         samples.append(begin.elapsed_time(end) * 1e3)
     return float(min(control.all_gather_objects(size / statistics.median(samples[2:]))))
-
-
-def differ(a: Tensor, b: Tensor) -> Tensor:
-    """Whether any bit of two bf16 tensors does, as a tensor."""
-    return (a.view(torch.int16) != b.view(torch.int16)).any()
 
 
 class _Fixed:
