@@ -1,4 +1,7 @@
-"""What the other ranks say when one is late or dies inside a dispatch, a combine or an all-reduce."""
+"""What the other ranks say when one is late or dies inside an all-reduce, with a combine or without.
+
+Between data-parallel GPUs: exchange_faults.py.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.exchange_layers import MODELS, Layer, varied
-from rose_dist.comm.all_to_all.protocol import Dispatched
-from rose_dist.kernels import jit
 from rose_dist.kernels.all_reduce import AllReduce
-from rose_dist.kernels.arch import Arch, device_info
-from rose_dist.kernels.exchange_kernels import ExchangeKernels
-from rose_dist.kernels.exchange_order import order_kernel
-from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.sync import WaitExpiredError
 
 if TYPE_CHECKING:
@@ -30,24 +26,16 @@ HIDDEN, TOKENS, MANY = 2880, 8, 2048
 
 @dataclass(frozen=True)
 class Case:
-    """One collective call, what says that it waited in vain, and what it needs to have happened before."""
+    """One collective call, and what says that it waited in vain."""
 
     name: str
     call: Callable[[], object]
     check: Callable[[], None]
-    before: Callable[[], object] = lambda: None
 
 
 def cases(bench: Bench) -> list[Case]:
     """Each with memory of its own: after a wait in vain nothing may follow on it."""
-    found = [*_reductions(bench), *_exchanges(bench)]
-    for case in found:
-        case.before()
-    bench.meet()
-    return found
 
-
-def _reductions(bench: Bench) -> list[Case]:
     def reduce() -> AllReduce:
         sizes = bench.ours[HIDDEN, "ours"].sizes
         region = bench.memory.take(sizes.region_bytes)
@@ -57,7 +45,7 @@ def _reductions(bench: Bench) -> list[Case]:
     x = torch.randn(MANY, HIDDEN, device=bench.device).bfloat16()
     slots = torch.arange(TOKENS * 4, dtype=torch.int32, device=bench.device).view(TOKENS, 4)
     weights, out = torch.rand(TOKENS, 4, device=bench.device), torch.empty_like(x[:TOKENS])
-    return [
+    found = [
         Case("all-reduce, one shot", lambda: few(x[:TOKENS]), few.check),
         Case("all-reduce, two shots", lambda: many(x), many.check),
         Case(
@@ -65,40 +53,7 @@ def _reductions(bench: Bench) -> list[Case]:
             summing.check,
         ),
     ]  # fmt: skip
-
-
-def _exchanges(bench: Bench) -> list[Case]:
-    sms = min(bench.control.all_gather_objects(device_info(bench.device.index).sms))
-    found = []
-    for tokens in (TOKENS, MANY):
-        for stage in ("dispatch", "combine"):
-            layer = Layer(MODELS[0], tokens, bench.control, bench.device, bench.memory.take, sms, {})
-            exchange = layer.moe.exchange
-            exchange._wait = (exchange.report.address, int(LIMIT_S * 1e9), bench.rank)
-            held: list[Dispatched] = []
-
-            def combine(layer: Layer = layer, held: list[Dispatched] = held) -> None:
-                layer.moe.combine(layer.expert_out, held[0], out=layer.out)
-
-            def dispatch(layer: Layer = layer, held: list[Dispatched] = held) -> None:
-                held[:] = [layer.dispatch()]
-
-            name = f"{stage} between GPUs, {tokens} tokens"
-            if stage == "dispatch":
-                found.append(Case(name, dispatch, layer.moe.check))
-            else:
-                found.append(Case(name, combine, layer.moe.check, before=dispatch))
-    return found
-
-
-def exchange_kernels(arch: Arch, ranks: int) -> list[jit.Kernel]:
-    """That `_exchanges` loads."""
-    found: list[jit.Kernel] = []
-    for tokens in (TOKENS, MANY):
-        config = MODELS[0].config(tokens)
-        layout = varied(config, ranks, 1, {})
-        found += ExchangeKernels(arch, layout, PackedLayout(), config.expert_dtype).usual()
-        found += [order_kernel(arch, layout)] if layout.has_rows else []
+    bench.meet()
     return found
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.all_to_all_late import exchange_kernels, killed, late
+from benchmarks.all_to_all_late import killed, late
 from benchmarks.graphs import copy_rate, time_call
 from rose_dist.comm import all_reduce as comm_all_reduce
 from rose_dist.comm.symmetric_memory import Region, SymmetricMemory
@@ -91,7 +91,6 @@ def build(arch: Arch, ranks: int) -> int:
         wide = Sizes(ranks, hidden, torch.float32, max(FUSED_ROWS), sizes.sms)
         kernels |= dict.fromkeys((*usual_kernels(arch, sizes), *usual_kernels(arch, wide)))
         kernels |= dict.fromkeys(combine_kernels(arch, sizes, BF16, k, BF16))
-    kernels |= dict.fromkeys(exchange_kernels(arch, ranks))
     with ProcessPoolExecutor(max(1, os.cpu_count() or 1), torch.multiprocessing.get_context("spawn")) as pool:
         list(pool.map(jit.build, kernels, chunksize=2))
     return len(kernels)
