@@ -60,7 +60,7 @@ def measured(rows: int, columns: int, peaked: bool, kind: str, rate: float) -> d
         for seed in range(rows)
     ]
     drawing = DeviceDraw(torch.zeros(rows, dtype=torch.int64, device="cuda"), columns)
-    rules = torch.from_numpy(drawing.rules(requests)).cuda()
+    rules = torch.from_numpy(drawing.rules(requests)).contiguous().cuda()
     peer = by_torch(logits, requests)
     differ = int((drawing.draw(logits, rules) != peer()).sum())
     ours = time_call(lambda: drawing.draw(logits, rules), calls=10, replays=12)

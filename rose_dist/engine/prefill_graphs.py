@@ -39,7 +39,8 @@ class PrefillGraphs:
         self._passes: dict[int, _Pass] = {}
 
     def fits(self, tokens: int) -> bool:
-        return 0 < tokens <= self.ladder[-1]
+        """Whether `run` serves a step of so many tokens; none before `capture`."""
+        return bool(self._passes) and 0 < tokens <= self.ladder[-1]
 
     @torch.inference_mode()
     def capture(self) -> None:
