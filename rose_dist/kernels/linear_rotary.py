@@ -29,7 +29,8 @@ def linear_rotary(
         weight: bf16 [heads · head_dim, in], of the query heads, then the key heads, then the value heads; head_dim a
             multiple of 16. Neither it nor the bias may be written by the launches just before.
         bias: bf16 [heads · head_dim].
-        cos, sin: fp32 [rows, head_dim / 2], already scaled by YaRN's concentration.
+        cos, sin: fp32 [rows, head_dim / 2], already scaled by YaRN's concentration; like the weights, not written by
+            the launches just before, and neither are `cache.slots`.
         cache: bf16 keys and values [slots, key heads, head_dim].
         ahead: dense weights that a later launch reads, which are brought into L2.
 

@@ -46,7 +46,7 @@ def route_rows(
         first_expert: of those here, as mapped.
         table, turn: from experts to what serves them, as for `map_experts`; the table must not be written by the
             launches just before either.
-        live_rows: int32 [1]; rows from there on have no expert.
+        live_rows: int32 [1], not written by the launches just before; rows from there on have no expert.
 
     Returns:
         The routing, without counts. All is as `rms_norm`, a linear layer, `route`, `map_experts` and a dispatch do it

@@ -22,8 +22,8 @@ def launcher(arch: Arch, top_k: int, hidden: int, dtype: torch.dtype) -> jit.Lau
 
 @dataclass(frozen=True)
 class CombineNorm(jit.Kernel):
-    """A block a token, a thread a vector of it. It lets the next launch start when its rows have been asked for, so
-    that the rest of its latencies pass while that one fetches its weights.
+    """A block a token, a thread a vector of it. It lets the next launch start at once: its own rows then come
+    5 us later, but that one's weights 7 us earlier (H200).
     """
 
     source: Combine
@@ -54,6 +54,7 @@ class CombineNorm(jit.Kernel):
         thread, token = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         column = vector.min_of(thread, Int32(source.vectors - 1)) * source.count
         place = (Int64(token) * source.hidden + column) * width
+        cute.arch.griddepcontrol_launch_dependents()
         scales = source.load(scale + Int64(column) * width, source.dtype)
         cute.arch.griddepcontrol_wait()
         # Threads beyond the row must not read what another one may have written already.
@@ -61,8 +62,6 @@ class CombineNorm(jit.Kernel):
         before = source.load(vector.select(valid, residual + place, scale), source.dtype)
         places = Int64(token) * (source.top_k * 4)
         summed = source.sum(rows, row_stride, slots + places, weights + places, Int64(0), Int64(0), Int32(0), column)
-        # Not before: all weights that the next launch asks for would come before these rows.
-        cute.arch.griddepcontrol_launch_dependents()
         new = [self.rounded(self.rounded(a) + b) for a, b in zip(summed, before, strict=True)]
         squares = Float32(0.0)
         for value in new:

@@ -14,16 +14,27 @@ from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.variants import WARP
 
 
-def load_experts(counts: Any, offsets: Any, rescale: Any, experts: int, threads: int) -> Any:
-    """Number, rows, first row and rescaling's bits of the experts that this thread counts; the last one's beyond."""
+def load_factors(rescales: list[Any], experts: int, threads: int) -> Any:
+    """The bits of each rescaling of the experts that this thread counts; the last one's beyond."""
+    return [
+        [vector.scalar(rescale + Int64(_own(first, experts)) * 4, Int32)[0] for rescale in rescales]
+        for first in range(0, experts, threads)
+    ]
+
+
+def load_experts(counts: Any, offsets: Any, factors: Any, experts: int, threads: int) -> Any:
+    """Number, rows, first row and factors of the experts that this thread counts; the last one's beyond."""
     mine = []
-    for first in range(0, experts, threads):
-        expert = cute.arch.thread_idx()[0] + first
-        at = Int64(vector.min_of(expert, Int32(experts - 1)))
+    for first, own in zip(range(0, experts, threads), factors, strict=True):
+        at = Int64(_own(first, experts))
         start = Int32(ptx.load_relaxed_u64(offsets + at * 8, "gpu"))
-        factor = vector.scalar(rescale + at * 4, Int32)[0]
-        mine.append((expert, Int32(ptx.load_relaxed(counts + at * 4, "gpu")), start, factor))
+        count = Int32(ptx.load_relaxed(counts + at * 4, "gpu"))
+        mine.append((cute.arch.thread_idx()[0] + first, count, start, *own))
     return mine
+
+
+def _own(first: int, experts: int) -> Any:
+    return vector.min_of(cute.arch.thread_idx()[0] + first, Int32(experts - 1))
 
 
 @cute.jit
@@ -34,7 +45,7 @@ def count_segments(
     """Where each expert's segments start, into Int32 [experts + 1]; the last is their number."""
     needed, totals = shared_integers(experts), shared_integers(threads // WARP)
     for i in range_constexpr(len(mine)):
-        expert, count, _, _ = mine[i]
+        expert, count = mine[i][:2]
         if expert < experts:
             needed[expert] = (count + (rows - 1)) // rows
     cute.arch.sync_threads()
@@ -46,9 +57,9 @@ def list_segments(
     mine: list[Any], starts: cute.Tensor, segments: list[cute.Tensor], base: Int32, end: Int32,
     rows: cutlass.Constexpr, experts: cutlass.Constexpr,
 ) -> None:  # fmt: skip
-    """Of segments `base` to `end`: the expert, its first row, its rows, and the bits of the rescaling."""
+    """Of segments `base` to `end`: the expert, its first row, its rows, and the bits of its factors."""
     for i in range_constexpr(len(mine)):
-        expert, count, start, factor = mine[i]
+        expert, count, start = mine[i][:3]
         if expert < experts:
             own = starts[expert]
             for segment in range(vector.max_of(own, base), vector.min_of(starts[expert + 1], end)):
@@ -56,7 +67,8 @@ def list_segments(
                 segments[0][segment - base] = Int32(expert)
                 segments[1][segment - base] = start + done
                 segments[2][segment - base] = vector.min_of(count - done, Int32(rows))
-                segments[3][segment - base] = factor
+                for j in range_constexpr(3, len(segments)):
+                    segments[j][segment - base] = mine[i][j]
     cute.arch.sync_threads()
 
 

@@ -60,10 +60,11 @@ class LinearAdd(jit.Kernel):
         shared = Int32(cute.arch.get_dyn_smem(Uint8, alignment=128).toint())
         row_bytes = product.inputs * 2
         first = weight + Int64(pair) * (2 * row_bytes)
-        held = product.fetch(first, first + row_bytes, shared)
         writes = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP) == 0
         if writes:
             copy_async(self.place(shared, 0), bias + Int64(pair) * 4, Uint32(Boolean(bias != 0)) * 4, 4)
+        commit_copies()
+        held = product.fetch(first, first + row_bytes, shared)
         cute.arch.griddepcontrol_wait()
         if writes:
             self.copy_residual(shared, residual, pair, rows, outputs)

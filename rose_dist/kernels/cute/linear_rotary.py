@@ -79,20 +79,21 @@ class LinearRotary(jit.Kernel):
         head, place = self.of_lane(cute.arch.thread_idx()[0] % WARP)
         output = Int64(head * self.head_dim + place)
         first, gap = weight + output * (product.inputs * 2), self.head_dim * product.inputs
-        held = product.fetch(first, first + gap, shared)
-        writes = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP) == 0
+        warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP)
+        writes = warp == 0
         if writes:
+            # Far from any cache by now: before the weights, or they would come last.
             for half in range_constexpr(2):
                 # The word that this output's bias is in.
                 source = bias + (output + half * (self.head_dim // 2)) // 2 * 4
                 copy_async(self.word(shared, BIAS + half), source, 4, 4)
-        elif cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP) == product.shape.warps - 1:
-            look_ahead(ahead, ahead_bytes)
-        cute.arch.griddepcontrol_wait()
-        if writes:
             self.copy_turns(shared, cos, sin, slots, place, rows)
         commit_copies()
-        sums = product.multiply(held, shared, product.load_rows(x, x_stride, rows), younger=1)
+        held = product.fetch(first, first + gap, shared)
+        if warp == product.shape.warps - 1:
+            look_ahead(ahead, ahead_bytes)
+        cute.arch.griddepcontrol_wait()
+        sums = product.multiply(held, shared, product.load_rows(x, x_stride, rows))
         await_copies(0)
         product.meet(shared, sums)
         if writes:

@@ -20,7 +20,7 @@ from typing import Any
 
 from rose_dist.kernels import jit, vector
 from rose_dist.kernels.arch import Arch
-from rose_dist.kernels.cute.expert_segments import count_segments, list_segments, load_experts
+from rose_dist.kernels.cute.expert_segments import count_segments, list_segments, load_experts, load_factors
 from rose_dist.kernels.cute.expert_slots import shared_integers
 from rose_dist.kernels.cute.mxfp4_feed import Feeder
 from rose_dist.kernels.cute.mxfp4_operands import barrier, decode, load_shared, next_stage, wait
@@ -95,12 +95,14 @@ class ExpertLinear(jit.Kernel):
         tiling, both = self.tiling, len(self.tiles) > 1
         thread = cute.arch.thread_idx()[0]
         shared = Int32(cute.arch.get_dyn_smem(Uint8, alignment=128).toint())
-        segments = [shared_integers(SEGMENTS) for _ in range(4)]
+        segments = [shared_integers(SEGMENTS) for _ in range(3 + len(self.tiles))]
         starts = shared_integers(self.experts + 1)
         self.set_up(shared)
+        # Far from any cache by now, and no one's result.
+        factors = load_factors([rescale, second_rescale][: len(self.tiles)], self.experts, tiling.threads)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        mine = load_experts(counts, offsets, rescale, self.experts, tiling.threads)
+        mine = load_experts(counts, offsets, factors, self.experts, tiling.threads)
         count_segments(mine, starts, tiling.rows, self.experts, tiling.threads)
         shares = [self.share(starts[self.experts], tiles) for tiles in self.tiles]
         base = shares[0][3]
@@ -114,14 +116,12 @@ class ExpertLinear(jit.Kernel):
             )  # fmt: skip
         else:
             state = [Int32(0), Int32(0), Int32(1), Int32(tiling.buffers - 1), Int32(1)]
-            state = self.compute(shared, bias, rescale, out, alpha, limit, segments, items[0], tile[0], state, 0)
+            state = self.compute(shared, bias, out, alpha, limit, segments, items[0], tile[0], state, 0)
             if const_expr(both):
                 cute.arch.sync_warp()
                 if thread % WARP == 0:
                     cute.arch.mbarrier_arrive(barrier(shared, tiling.written))
-                self.compute(
-                    shared, second_bias, second_rescale, second_out, alpha, limit, segments, items[1], tile[1], state, 1
-                )
+                self.compute(shared, second_bias, second_out, alpha, limit, segments, items[1], tile[1], state, 1)
 
     def share(self, segments: Any, tiles: int) -> Any:
         """Of a layer's items this block's number, the first one's tile row, and how many segments they are of; and the
@@ -148,7 +148,7 @@ class ExpertLinear(jit.Kernel):
 
     @cute.jit
     def compute(
-        self, shared: Int32, bias: Int64, rescale: Int64, out: Int64, alpha: Float32, limit: Float32,
+        self, shared: Int32, bias: Int64, out: Int64, alpha: Float32, limit: Float32,
         segments: list[cute.Tensor], items: Int32, tile: Int32, state: list[Int32], layer: cutlass.Constexpr,
     ) -> list[Int32]:  # fmt: skip
         """A computing warp: its columns of each item of a layer, and its turn in adding up.
@@ -173,8 +173,7 @@ class ExpertLinear(jit.Kernel):
                 if buffer == tiling.buffers:
                     buffer = Int32(0)
                     row_parity ^= 1
-                expert, start, count = [values[segment] for values in segments[:3]]
-                factor = vector.scalar(rescale + Int64(expert) * 4, Int32)[0]
+                expert, start, count, factor = [segments[i][segment] for i in (0, 1, 2, 3 + layer)]
                 wait(barrier(shared, 2 * tiling.stages + buffer), row_parity)
             biases = Uint32(0)
             if part < tiling.parts:

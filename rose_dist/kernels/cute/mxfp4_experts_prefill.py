@@ -8,7 +8,7 @@ from typing import Any
 
 from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
-from rose_dist.kernels.cute.expert_segments import count_segments, list_segments, load_experts
+from rose_dist.kernels.cute.expert_segments import count_segments, list_segments, load_experts, load_factors
 from rose_dist.kernels.cute.expert_slots import shared_integers
 from rose_dist.kernels.cute.mxfp4_operands import barrier, decode, load_shared, next_stage, wait
 from rose_dist.kernels.cute.swiglu import clamped_swiglu_value
@@ -86,7 +86,8 @@ class ExpertGemm(jit.Kernel):
         cute.arch.mbarrier_init_fence()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        mine = load_experts(counts, offsets, rescale, self.experts, tiling.threads)
+        factors = load_factors([rescale], self.experts, tiling.threads)
+        mine = load_experts(counts, offsets, factors, self.experts, tiling.threads)
         count_segments(mine, starts, tiling.rows, self.experts, tiling.threads)
         number = starts[self.experts]
         list_segments(mine, starts, segments, Int32(0), number, tiling.rows, self.experts)

@@ -8,7 +8,7 @@ from typing import Any
 
 from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
-from rose_dist.kernels.cute.expert_segments import list_even_segments, load_experts
+from rose_dist.kernels.cute.expert_segments import list_even_segments, load_experts, load_factors
 from rose_dist.kernels.cute.expert_slots import shared_integers
 from rose_dist.kernels.cute.mxfp4_feeder import CELLS, Feeder
 from rose_dist.kernels.cute.mxfp4_operands import barrier, decode, load_shared, next_stage, wait
@@ -95,7 +95,8 @@ class WarpgroupExpertGemm(jit.Kernel):
         cute.arch.mbarrier_init_fence()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        mine = load_experts(counts, offsets, rescale, self.experts, tiling.threads)
+        factors = load_factors([rescale], self.experts, tiling.threads)
+        mine = load_experts(counts, offsets, factors, self.experts, tiling.threads)
         items = list_even_segments(mine, segments, tiling.rows, self.experts, tiling.threads) * self.groups
         warp = cute.arch.make_warp_uniform(thread // WARP)
         if warp >= tiling.warps:

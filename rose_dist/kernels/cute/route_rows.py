@@ -141,8 +141,8 @@ class RouteRows(jit.Kernel):
         words = Uint32(0)
         if bias != 0:
             words = Uint32(vector.scalar(bias + Int64(pair) * 4, Uint32)[0])
-        cute.arch.griddepcontrol_wait()
         live = vector.live_rows(live_rows, rows)
+        cute.arch.griddepcontrol_wait()
         normed.square(at, x, rows)
         await_copies(product.runs - product.held)  # the table and the norm's weights
         cute.arch.sync_threads()
