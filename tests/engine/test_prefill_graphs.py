@@ -82,6 +82,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", object)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
     for name in ("Place", "borrowed"):
         monkeypatch.setattr(prefill_graphs, name, lambda tensor: tensor)
 
@@ -150,5 +151,6 @@ def test_a_place_is_the_tensor_there() -> None:
 
 
 def test_the_ladder_ends_where_steps_do() -> None:
-    assert prefill_ladder_for(100) == (32, 64, 96)
-    assert prefill_ladder_for(8192)[-1] == 512
+    assert prefill_ladder_for(100) == (16, 32, 48, 64, 96, 100)
+    assert prefill_ladder_for(64) == (16, 32, 48, 64)
+    assert prefill_ladder_for(8192)[-1] == 2048
