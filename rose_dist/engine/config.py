@@ -18,8 +18,8 @@ LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 PREFILL_LADDER = (
     16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048,
 )  # fmt: skip
-"""Token counts that steps with prompts in them are filled up to; experts compute no row that only fills up. Above, a GPU
-is busy for longer than the host needs to launch kernel by kernel.
+"""Token counts that steps with prompts in them are filled up to; experts compute no row that only fills up. Above, a
+GPU is busy for longer than the host needs to launch kernel by kernel.
 """
 
 

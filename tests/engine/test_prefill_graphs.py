@@ -103,6 +103,14 @@ def test_prefill_and_mixed_steps_are_those_of_the_cpu(tmp_path: Path, monkeypatc
                 SequenceStep([21, 22, 23, 24, 25], 0, [(0, [8]), (0, [9])], False),
             ]
         ),
+        # Prompts that go on where earlier steps, or other requests with the same beginning, have ended.
+        Step(
+            [
+                SequenceStep([14, 15, 16, 17, 18, 19, 20], 3, [(0, [6]), (0, [7])], True),
+                SequenceStep([26, 27], 5, [(0, [8]), (0, [9])], True),
+                SequenceStep([31, 32, 33], 16, [(0, [3, 10]), (0, [2, 11])], True),
+            ]
+        ),
     ]
     expected = [plain.run(step) for step in steps]
     runner, _, place = emulated_runner(tmp_path, options, monkeypatch)

@@ -78,17 +78,19 @@ def test_one_copy_for_a_prompt_of_some_thousand_tokens() -> None:
         ([3, 4, 5], None, slice(48, 88)),
         ([3, 4, 5], 16, slice(57, 88)),
         ([3, 5, 4], None, None),
+        ([3, 5, 4, 6], None, None),
         ([3, 5, 6], 16, None),
         ([9, 5, 6], 9, slice(80, 104)),
     ],
 )
 def test_slots_that_follow_one_another(blocks: list[int], window: int | None, expected: slice | None) -> None:
-    """40 tokens of which 24 have been computed."""
+    """All but 8 tokens that the blocks hold; 24 of them have been computed."""
+    end = 16 * len(blocks) - 8
     planner = PagedPlanner(0, window, 16, KVStorage(*torch.zeros(2, 1, 257, 1, 8)), StepInputs(CPU), None)
-    (work,) = planner.plan([SequenceStep([1] * 16, 24, [(0, blocks)], True)]).work
+    (work,) = planner.plan([SequenceStep([1] * (end - 24), 24, [(0, blocks)], True)]).work
     assert isinstance(work, PagedChunks)
     first = 24 - 15 if window == 16 else 24 - 8 if window == 9 else 0
-    slots = [16 * blocks[i // 16] + i % 16 for i in range(first, 40)]
+    slots = [16 * blocks[i // 16] + i % 16 for i in range(first, end)]
     assert work.key_starts.tolist() == [0, len(slots)]
     if expected is None:
         assert isinstance(work.slots, torch.Tensor)
