@@ -141,7 +141,7 @@ class Pass:
             head_dim=group.head_dim, context=8192, device=sizes.device,
         )  # fmt: skip
         self.runner._planners = [
-            PagedPlanner(number, spec.window, BLOCK, storage, workspace)
+            PagedPlanner(number, spec.window, BLOCK, storage, self.runner._inputs, workspace)
             for number, (spec, storage) in enumerate(zip(self.runner.specs, self.runner.storages, strict=True))
         ]
         exchange = Local(self.model.model.exchange.config, gpu=GpuOptions(device=sizes.device))

@@ -143,9 +143,10 @@ _OPTIONS = (
     click.option("--prefix-cache/--no-prefix-cache", default=True, show_default=True),
     click.option(
         "--prefill-graphs/--no-prefill-graphs",
-        default=False,
+        default=True,
         show_default=True,
-        help="On GPUs, capture short prompts' steps too, all but attention, as CUDA graphs.",
+        help="With one GPU a replica, capture steps with up to 2,048 tokens of prompts too, all but attention, as "
+        "CUDA graphs.",
     ),
     click.option(
         "--redundant-experts",

@@ -15,9 +15,11 @@ DType = Literal["float32", "bfloat16"]
 LoadFormat = Literal["checkpoint", "random"]
 LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Sizes that batches of decode steps are filled up to on a GPU."""
-PREFILL_LADDER = (32, 64, 96, 128, 192, 256, 384, 512)
-"""Token counts that steps with prompts in them are filled up to. Above, a GPU is busy for longer than the host needs to
-launch kernel by kernel.
+PREFILL_LADDER = (
+    16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048,
+)  # fmt: skip
+"""Token counts that steps with prompts in them are filled up to; experts compute no row that only fills up. Above, a
+GPU is busy for longer than the host needs to launch kernel by kernel.
 """
 
 
@@ -44,7 +46,8 @@ class EngineConfig:
     redundant_experts: slots of each layer, over all ranks, for copies of popular experts.
     ladder: sizes of decode batches with inputs of their own on the device, on a GPU captured as graphs; empty: every
         step brings its inputs along.
-    prefill_ladder: token counts of other steps for which a GPU captures all but attention as graphs; empty: none.
+    prefill_ladder: token counts of other steps for which a GPU captures all but attention as graphs, where a replica
+        has one GPU; empty: none.
     overlap: plan and launch a step before the tokens of the one before are read.
     """
 
@@ -97,4 +100,5 @@ def ladder_for(max_running: int) -> tuple[int, ...]:
 
 def prefill_ladder_for(max_step_tokens: int) -> tuple[int, ...]:
     """The part of the ladder that steps can need."""
-    return tuple(size for size in PREFILL_LADDER if size <= max_step_tokens)
+    most = min(max_step_tokens, PREFILL_LADDER[-1])
+    return (*(size for size in PREFILL_LADDER if size < most), most)

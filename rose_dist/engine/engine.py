@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 
 import msgspec
 
@@ -83,6 +84,8 @@ class Engine:
             model = random_model(config.model, options)
         else:
             model = load_model(config.model, options, progress)
+        if groups.lockstep.size > 1:  # prefill graphs hold no exchange between ranks
+            config = replace(config, prefill_ladder=())
         engine = cls(fit_kv(config, model.kv_groups, model.config, groups.tp), groups, model)
         if config.device.type == "cuda":
             engine.runner.warm_up()

@@ -62,9 +62,10 @@ def fitting_blocks(groups: Sequence[KVGroup], config: EngineConfig, budget: int)
 
 def activation_bytes(config: EngineConfig, model: GptOssConfig) -> int:
     """What a step takes beside weights and KV cache, generously: rows that experts work on and, in FP8, that pad each
-    expert's, logits and their sorted copies, and what libraries keep for themselves.
+    expert's, logits and their sorted copies, and what libraries keep for themselves. Prefill graphs have memory of
+    their own.
     """
-    tokens, size = config.max_step_tokens, config.torch_dtype.itemsize
+    tokens, size = config.max_step_tokens + max(config.prefill_ladder, default=0), config.torch_dtype.itemsize
     dense = tokens * (8 * model.hidden_size + 3 * model.num_attention_heads * model.head_dim) * size
     rows = tokens * model.num_experts_per_tok
     if config.moe_weights == "fp8":

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
+from torch import Tensor
 
 from rose_dist.engine.attention_planner import first_key, single_tokens, written_slots
 from rose_dist.engine.step import SequenceStep
-from rose_dist.engine.transfer import to_device
+from rose_dist.engine.step_inputs import StepInputs
 from rose_dist.kernels.paged_attention import DecodeWorkspace
 from rose_dist.layers.attention_work import AttentionWork, PagedChunks, PagedDecode
 from rose_dist.layers.forward_batch import GroupBatch, KVStorage
@@ -19,18 +19,18 @@ from rose_dist.layers.forward_batch import GroupBatch, KVStorage
 
 @dataclass(frozen=True)
 class PagedPlanner:
-    """Block tables, slots and lengths, moved to a device with every step; arguments as of `GatheringPlanner`."""
+    """Block tables, slots and lengths, in the `inputs` of every step; other arguments as of `GatheringPlanner`."""
 
     number: int
     window: int | None
     block_size: int
     storage: KVStorage
-
+    inputs: StepInputs
     workspace: DecodeWorkspace | None
 
     def plan(self, sequences: Sequence[SequenceStep]) -> GroupBatch:
         slots = written_slots(sequences, self.number, self.block_size)
-        return GroupBatch(self.storage, self._move(slots), tuple(self._work(sequences)))
+        return GroupBatch(self.storage, self.inputs.put(slots), tuple(self._work(sequences)))
 
     def _work(self, sequences: Sequence[SequenceStep]) -> Iterator[AttentionWork]:
         single = single_tokens(sequences)
@@ -46,9 +46,9 @@ class PagedPlanner:
             line[: len(blocks)] = blocks
         return PagedDecode(
             slice(0, len(held)),
-            self._move(tables),
-            self._move(np.array([first for first, _ in held], np.int32)),
-            self._move(np.array([sequence.end for sequence in sequences], np.int32)),
+            self.inputs.put(tables),
+            self.inputs.put(np.array([first for first, _ in held], np.int32)),
+            self.inputs.put(np.array([sequence.end for sequence in sequences], np.int32)),
             self.window,
             self.block_size,
             self.workspace,
@@ -62,16 +62,20 @@ class PagedPlanner:
         queries, keys = [len(sequence.tokens) for sequence in sequences], [len(each) for each in slots]
         return PagedChunks(
             slice(row, row + sum(queries)),
-            self._move(np.concatenate(slots)),
-            self._move(_starts(queries)),
-            self._move(_starts(keys)),
+            self._slots(np.concatenate(slots)),
+            self.inputs.put(_starts(queries)),
+            self.inputs.put(_starts(keys)),
             max(queries),
             max(keys),
             self.window,
         )
 
-    def _move(self, array: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> torch.Tensor:
-        return to_device(torch.from_numpy(array), self.storage.keys.device)
+    def _slots(self, slots: npt.NDArray[np.int64]) -> Tensor | slice:
+        """Those of one prompt follow one another where the pool hands out its blocks in order."""
+        first, last = int(slots[0]), int(slots[-1])
+        if last - first == len(slots) - 1 and (np.diff(slots) == 1).all():
+            return slice(first, last + 1)
+        return self.inputs.put(slots)
 
 
 def _starts(lengths: list[int]) -> npt.NDArray[np.int32]:

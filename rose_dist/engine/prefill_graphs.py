@@ -1,4 +1,4 @@
-"""Steps with chunks of prompts in them, up to some hundred tokens: all of the model but attention in CUDA graphs.
+"""Steps with chunks of prompts in them, up to some thousand tokens: all of the model but attention in CUDA graphs.
 
 Attention's shapes hang on the step, those of everything else on its number of tokens alone. And with few tokens the
 host takes longer to launch a layer's 20 kernels than the GPU takes to run them. So a pass is captured in pieces, cut at
@@ -45,7 +45,8 @@ class PrefillGraphs:
     @torch.inference_mode()
     def capture(self) -> None:
         """All sizes, the largest first: the smaller ones find room in its memory."""
-        started = time.monotonic()
+        started, free = time.monotonic(), torch.cuda.mem_get_info()[0]
+        gc.collect()
         pool = torch.cuda.graph_pool_handle()
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         for size in reversed(self.ladder):
@@ -53,11 +54,15 @@ class PrefillGraphs:
             with torch.cuda.stream(side):
                 self._forward(size, _Recording())  # loads kernels and makes libraries allocate what they keep
             torch.cuda.synchronize()
-            gc.collect()
             with torch.cuda.stream(side):
                 self._passes[size] = self._capture(size, pool)
         torch.cuda.synchronize()
-        logger.info("prefill graphs of %d sizes captured in %.1f s", len(self._passes), time.monotonic() - started)
+        logger.info(
+            "prefill graphs of %d sizes captured in %.1f s, in %.2f GB",
+            len(self._passes),
+            time.monotonic() - started,
+            (free - torch.cuda.mem_get_info()[0]) / 1e9,
+        )
 
     def run(self, batch: ForwardBatch) -> Tensor | None:
         """What the model gives for `batch`: fp32 [wanted rows, vocabulary], or None on a rank without logits."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from rose_dist.engine.kv_groups import group_specs, kv_bytes
 from rose_dist.engine.paged_planner import PagedPlanner
 from rose_dist.engine.prefill_graphs import PrefillGraphs
 from rose_dist.engine.step import SequenceStep, Step
-from rose_dist.engine.transfer import to_device
+from rose_dist.engine.step_inputs import StepInputs
 from rose_dist.kernels.paged_attention import DecodeWorkspace
 from rose_dist.layers.forward_batch import ForwardBatch
 from rose_dist.models.gpt_oss import GptOssForCausalLM
@@ -46,6 +46,7 @@ class ModelRunner:
         ]
         self.sampled = torch.zeros(config.max_running, dtype=torch.int64, device=config.device)
         self.device_draw = DeviceDraw(self.sampled, model.config.vocab_size)
+        self._inputs = StepInputs(config.device)
         self._workspace = self._decode_workspace()
         self._planners: list[AttentionPlanner] = [self._planner(number) for number in range(len(self.specs))]
         self._graphs = self._decode_graphs() if config.ladder else None
@@ -57,7 +58,7 @@ class ModelRunner:
         window, storage = self.specs[number].window, self.storages[number]
         if self.config.device.type == "cpu":
             return GatheringPlanner(number, window, self._block_size, storage, self.config.torch_dtype)
-        return PagedPlanner(number, window, self._block_size, storage, self._workspace)
+        return PagedPlanner(number, window, self._block_size, storage, self._inputs, self._workspace)
 
     def _decode_workspace(self) -> DecodeWorkspace | None:
         """One for all layers and steps: those follow one another."""
@@ -126,18 +127,18 @@ class ModelRunner:
 
     def _batch(self, step: Step) -> ForwardBatch:
         sequences = step.sequences
-        tokens = [token for sequence in sequences for token in sequence.tokens]
-        positions = [position for sequence in sequences for position in range(sequence.start, sequence.end)]
+        tokens = np.fromiter(chain.from_iterable(sequence.tokens for sequence in sequences), np.int64)
+        positions = [np.arange(sequence.start, sequence.end, dtype=np.int64) for sequence in sequences]
         ends = accumulate(len(sequence.tokens) for sequence in sequences)
         last = [end - 1 for end, sequence in zip(ends, sequences, strict=True) if sequence.sample]
-        ids = self._move(tokens)
-        if min(tokens, default=0) < 0:
-            ids = known_tokens(ids, self.sampled)
+        put = self._inputs.put
+        ids, places = put(tokens), put(np.concatenate(positions) if positions else tokens)
+        wanted = put(np.array(last, np.int64))
         groups = tuple(planner.plan(sequences) for planner in self._planners)
-        return ForwardBatch(ids, self._move(positions), self._move(last), groups)
-
-    def _move(self, values: list[int]) -> Tensor:
-        return to_device(torch.tensor(values, dtype=torch.int64), self.config.device)
+        self._inputs.send()
+        if tokens.min(initial=0) < 0:
+            ids = known_tokens(ids, self.sampled)
+        return ForwardBatch(ids, places, wanted, groups)
 
 
 def known_tokens(ids: Tensor, sampled: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ Library = Literal["torch", "flash-attn-4"]
 
 
 def prefill(
-    q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, query_starts: Tensor, key_starts: Tensor,
+    q: Tensor, keys: Tensor, values: Tensor, slots: Tensor | None, query_starts: Tensor, key_starts: Tensor,
     sinks: Tensor | None, *, most_queries: int, most_keys: int, window: int | None, scale: float,
     out: Tensor | None = None, key_scale: float = 1.0, value_scale: float = 1.0, library: Library = "torch",
 ) -> Tensor:  # fmt: skip
@@ -31,7 +31,8 @@ def prefill(
         keys, values: of `q`'s dtype or e4m3 [slots, key heads, head_dim], one layer's cache, the queries' own keys and
             values in it. e4m3 is widened to `q`'s dtype.
         slots: int64 [keys], the cache slots of each sequence's keys in order, sequence after sequence. With a window
-            a sequence needs only those from window − 1 before its first query on.
+            a sequence needs only those from window − 1 before its first query on. None: `keys` and `values` are those
+            of the sequences' slots alone, which follow one another there.
         query_starts, key_starts: int32 [sequences + 1], where each sequence's queries and keys start; the last is the
             end. No sequence has fewer keys than queries.
         most_queries, most_keys: of one sequence, or more.
@@ -72,8 +73,10 @@ def _check_out(q: Tensor, out: Tensor) -> None:
     checks.dense("out", out)
 
 
-def _gather(stored: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+def _gather(stored: Tensor, slots: Tensor | None, dtype: torch.dtype) -> Tensor:
     """[keys, key heads, head_dim] of the slots, as `dtype`."""
+    if slots is None:
+        return stored.to(dtype)
     if stored.dtype == dtype:
         return stored.index_select(0, slots)
     # Not all operators know FP8, bytes they do.
@@ -146,7 +149,7 @@ def _flash_on_cpu(
 
 @checks.once
 def _check(
-    q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, query_starts: Tensor, key_starts: Tensor,
+    q: Tensor, keys: Tensor, values: Tensor, slots: Tensor | None, query_starts: Tensor, key_starts: Tensor,
     sinks: Tensor | None, most_queries: int, most_keys: int, window: int | None,
 ) -> None:  # fmt: skip
     checks.shape("q", q, None, None, None)
@@ -156,7 +159,8 @@ def _check(
     check_cache(keys, values, q)
     if q.shape[1] % keys.shape[1]:
         raise checks.fail("q", f"{q.shape[1]} query heads for {keys.shape[1]} key heads; needs a multiple")
-    checks.indices("slots", slots, slots.shape[0] if slots.dim() else 0, q.device)
+    if slots is not None:
+        checks.indices("slots", slots, slots.shape[0] if slots.dim() else 0, q.device)
     for name, starts in (("query_starts", query_starts), ("key_starts", key_starts)):
         checks.shape(name, starts, query_starts.shape[0] if query_starts.dim() else 0)
         checks.dtype(name, starts, torch.int32)

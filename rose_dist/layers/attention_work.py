@@ -66,11 +66,12 @@ class PagedDecode(AttentionWork):
 class PagedChunks(AttentionWork):
     """Neighbouring tokens of one or several sequences.
 
-    rows: of the queries. Others as `paged_prefill.prefill`.
+    rows: of the queries. slots: those of the keys, a slice where they follow one another. Others as
+    `paged_prefill.prefill`.
     """
 
     rows: slice
-    slots: Tensor
+    slots: Tensor | slice
     query_starts: Tensor
     key_starts: Tensor
     most_queries: int
@@ -78,8 +79,13 @@ class PagedChunks(AttentionWork):
     window: int | None
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, scale: float, out: Tensor) -> None:
+        slots: Tensor | None = None
+        if isinstance(self.slots, slice):
+            keys, values = keys[self.slots], values[self.slots]
+        else:
+            slots = self.slots
         prefill(
-            q[self.rows], keys, values, self.slots, self.query_starts, self.key_starts, sinks,
+            q[self.rows], keys, values, slots, self.query_starts, self.key_starts, sinks,
             most_queries=self.most_queries, most_keys=self.most_keys, window=self.window, scale=scale,
             out=out[self.rows],
         )  # fmt: skip

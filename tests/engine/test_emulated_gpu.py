@@ -116,15 +116,11 @@ def emulated_runner(
         requests=4, query_heads=4, key_heads=2, head_dim=64, context=128, device=torch.device("cuda", 0)
     )
 
-    class Planner(PagedPlanner):
-        def _move(self, array: Any) -> torch.Tensor:
-            return place(torch.from_numpy(array))
-
+    monkeypatch.setattr(runner._inputs, "put", lambda array: place(torch.from_numpy(array)))
     runner._planners = [
-        Planner(i, spec.window, 16, storage, runner._workspace)
+        PagedPlanner(i, spec.window, 16, storage, runner._inputs, runner._workspace)
         for i, (spec, storage) in enumerate(zip(runner.specs, runner.storages, strict=True))
     ]
-    monkeypatch.setattr(runner, "_move", lambda values: place(torch.tensor(values)))
     monkeypatch.setattr(paged_prefill, "_flash", lambda *given: tuple(map(place, paged_prefill._flash_on_cpu(*given))))
     return runner, gpu, place
 

@@ -28,7 +28,9 @@ from tests.ranks import run_ranks
 def generate(world: World, folder: Path, sizes: dict[str, int], options: dict[str, object]) -> dict[str, list[int]]:
     """Tokens by request, on rank 0."""
     groups = world.groups(Layout.of(world.size, **sizes))
-    engine = Engine.load(EngineConfig(folder, kv_tokens=2048, max_context=256, **options), groups)  # type: ignore[arg-type]
+    config = EngineConfig(folder, kv_tokens=2048, max_context=256, prefill_ladder=(64,), **options)  # type: ignore[arg-type]
+    engine = Engine.load(config, groups)
+    assert engine.runner._prefill_graphs is None, "they hold no exchange between ranks"
     found: dict[str, list[int]] = {}
     with zmq.Context() as context:
         bell = Doorbell(context, "127.0.0.1", groups.lockstep)

@@ -82,6 +82,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", object)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
     for name in ("Place", "borrowed"):
         monkeypatch.setattr(prefill_graphs, name, lambda tensor: tensor)
 
@@ -100,6 +101,14 @@ def test_prefill_and_mixed_steps_are_those_of_the_cpu(tmp_path: Path, monkeypatc
                 SequenceStep([9], 16, first, True),
                 SequenceStep([11, 12, 13], 0, [(0, [6]), (0, [7])], True),
                 SequenceStep([21, 22, 23, 24, 25], 0, [(0, [8]), (0, [9])], False),
+            ]
+        ),
+        # Prompts that go on where earlier steps, or other requests with the same beginning, have ended.
+        Step(
+            [
+                SequenceStep([14, 15, 16, 17, 18, 19, 20], 3, [(0, [6]), (0, [7])], True),
+                SequenceStep([26, 27], 5, [(0, [8]), (0, [9])], True),
+                SequenceStep([31, 32, 33], 16, [(0, [3, 10]), (0, [2, 11])], True),
             ]
         ),
     ]
@@ -150,5 +159,6 @@ def test_a_place_is_the_tensor_there() -> None:
 
 
 def test_the_ladder_ends_where_steps_do() -> None:
-    assert prefill_ladder_for(100) == (32, 64, 96)
-    assert prefill_ladder_for(8192)[-1] == 512
+    assert prefill_ladder_for(100) == (16, 32, 48, 64, 96, 100)
+    assert prefill_ladder_for(64) == (16, 32, 48, 64)
+    assert prefill_ladder_for(8192)[-1] == 2048

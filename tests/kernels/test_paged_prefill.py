@@ -27,7 +27,7 @@ class Chunks:
         held = [before + tokens - first for (before, tokens), first in zip(sizes, self.first, strict=True)]
         total = sum(held)
         self.keys, self.values = (torch.full((total + 9, key_heads, head_dim), math.nan).bfloat16() for _ in range(2))
-        self.slots = torch.randperm(total + 9)[:total]
+        self.slots: torch.Tensor | None = torch.randperm(total + 9)[:total]
         self.keys[self.slots], self.values[self.slots] = torch.randn(2, total, key_heads, head_dim).bfloat16()
         self.q = torch.randn(sum(tokens for _, tokens in sizes), query_heads, head_dim).bfloat16()
         self.sinks = torch.randn(query_heads) * 2
@@ -36,7 +36,8 @@ class Chunks:
         )
 
     def attend(self, device: str, sinks: bool = True, **options: float) -> torch.Tensor:
-        moved = (x.to(device) for x in (self.q, self.keys, self.values, self.slots, self.query_starts, self.key_starts))
+        given = (self.q, self.keys, self.values, self.slots, self.query_starts, self.key_starts)
+        moved = (None if x is None else x.to(device) for x in given)
         return prefill(
             *moved, self.sinks.to(device) if sinks else None,
             most_queries=max(tokens for _, tokens in self.sizes), most_keys=max(map(sum, self.sizes)),
@@ -129,6 +130,18 @@ def test_no_tokens_and_a_given_result() -> None:
     assert prefill(chunks.q, *arguments, **options, out=out) is out
     assert_close(out, chunks.exact())
     assert prefill(chunks.q[:0], *arguments, **options).shape == (0, 8, 64)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [None, 16])
+def test_keys_that_follow_one_another_are_read_where_they_are(window: int | None, device: str) -> None:
+    chunks = Chunks([(0, 7), (40, 30)], (8, 2, 64), window)
+    gathered = chunks.attend(device)
+    chunks.keys, chunks.values = (
+        torch.cat([cache[:2], cache[chunks.slots], cache[:2]])[2:-2] for cache in (chunks.keys, chunks.values)
+    )
+    chunks.slots = None
+    assert torch.equal(chunks.attend(device), gathered)
 
 
 @pytest.mark.parametrize(
