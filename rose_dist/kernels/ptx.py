@@ -43,6 +43,10 @@ def _check(scope: str) -> str:
 # --- Flags and counters ---------------------------------------------------------------------------------------------
 
 
+LEAVES_FIRST = 0x12F0000000000000
+"""The cache policy that `createpolicy.fractional.L2::evict_first.b64` makes for all of the bytes."""
+
+
 @dsl_user_op
 def load_acquire(address: Any, scope: str, *, loc: Any = None, ip: Any = None) -> Any:
     """u32 at `address`; later accesses of this thread come after it."""
@@ -172,13 +176,13 @@ def load_once_16b(address: Any, *, loc: Any = None, ip: Any = None) -> tuple[Any
 
 @dsl_user_op
 def load_early_16b(address: Any, *, loc: Any = None, ip: Any = None) -> tuple[Any, Any, Any, Any]:
-    """16 bytes that this kernel reads once, past L1, 256 bytes ahead into L2; stays before `griddepcontrol.wait`.
+    """16 bytes of weights, past L1, 256 bytes ahead into L2 and first to leave it; stays before `griddepcontrol.wait`.
 
     The assembler moves `load_once_16b` behind that wait.
     """
     kind = ir.Type.parse("!llvm.struct<(i32,i32,i32,i32)>")
-    text = "ld.global.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];"
-    words = _asm(text, "=r,=r,=r,=r,l", kind, Int64(address), loc=loc, ip=ip)
+    text = "ld.global.L1::no_allocate.L2::cache_hint.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4], $5;"
+    words = _asm(text, "=r,=r,=r,=r,l,l", kind, Int64(address), Int64(LEAVES_FIRST), loc=loc, ip=ip)
     return _words(words, loc, ip)
 
 
@@ -259,6 +263,14 @@ def copy_to_shared(target: Any, source: Any, size: Any, barrier: Any, *, loc: An
     """
     text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
     _asm(text, "r,l,r,r", None, Uint32(target), Int64(source), Uint32(size), Uint32(barrier), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def stream_to_shared(target: Any, source: Any, size: Any, barrier: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """As `copy_to_shared`, of weights: what stays in L2 is what is read again, instructions among it."""
+    text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [$0], [$1], $2, [$3], $4;"
+    operands = (Uint32(target), Int64(source), Uint32(size), Uint32(barrier), Int64(LEAVES_FIRST))
+    _asm(text, "r,l,r,r,l", None, *operands, loc=loc, ip=ip)
 
 
 @dsl_user_op

@@ -14,6 +14,7 @@ from typing import Any
 
 from rose_dist.kernels.dsl import Float32, Int64, T, Uint32, dsl_user_op, ir, llvm
 from rose_dist.kernels.inline_asm import asm as _asm
+from rose_dist.kernels.ptx import LEAVES_FIRST
 
 
 @dsl_user_op
@@ -102,9 +103,9 @@ def copy_async(
 
 @dsl_user_op
 def copy_ahead(shared: Any, source: Any, *, loc: Any = None, ip: Any = None) -> None:
-    """Start copying 16 bytes past L1, 256 bytes ahead into L2."""
-    text = "cp.async.cg.shared.global.L2::256B [$0], [$1], 16;"
-    _asm(text, "r,l", None, Uint32(shared), Int64(source), loc=loc, ip=ip)
+    """Start copying 16 bytes of weights past L1, 256 bytes ahead into L2 and first to leave it."""
+    text = "cp.async.cg.shared.global.L2::cache_hint.L2::256B [$0], [$1], 16, $2;"
+    _asm(text, "r,l,l", None, Uint32(shared), Int64(source), Int64(LEAVES_FIRST), loc=loc, ip=ip)
 
 
 @dsl_user_op

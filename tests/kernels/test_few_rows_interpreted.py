@@ -120,8 +120,8 @@ def test_all_weights_are_under_way_before_the_wait(arch: str) -> None:
     for kernel in kernels:
         compiled, weights = jit.compile_binary(kernel), kernel.weights
         before, after = compiled.ptx.split("griddepcontrol.wait;")
-        assert before.count("ld.global.L1::no_allocate.L2::256B.v4.b32") == 2 * weights.held
-        assert before.count("cp.async.cg.shared.global.L2::256B") == 2 * (weights.runs - weights.held)
+        assert before.count("ld.global.L1::no_allocate.L2::cache_hint.L2::256B.v4.b32") == 2 * weights.held
+        assert before.count("cp.async.cg.shared.global.L2::cache_hint.L2::256B") == 2 * (weights.runs - weights.held)
         assert "L2::256B" not in after
         assert after.count("mma.sync.aligned.m16n8k16") == 2 * weights.runs
         assert "griddepcontrol.launch_dependents" in before
@@ -141,9 +141,9 @@ def test_the_router_starts_beside_the_output_projection(arch: str) -> None:
     assert router.places["size"] + output.shared_bytes + 2 * 1024 <= SHARED
     before, after = jit.compile_binary(router).ptx.split("griddepcontrol.wait;")
     weights = router.weights
-    assert before.count("ld.global.L1::no_allocate.L2::256B.v4.b32") == 2 * weights.held
+    assert before.count("ld.global.L1::no_allocate.L2::cache_hint.L2::256B.v4.b32") == 2 * weights.held
     assert (
-        before.count("cp.async.cg.shared.global.L2::256B")
+        before.count("cp.async.cg.shared.global.L2::cache_hint.L2::256B")
         == 2 * (weights.runs - weights.held) + router.shared_rows.steps
     )
     assert "L2::256B" not in after

@@ -86,7 +86,7 @@ def test_small_linear_has_its_first_weights_under_way_before_it_waits(arch: Arch
         assert isinstance(kernel, SmallLinear)
         compiled = jit.compile_binary(kernel)
         before, after = compiled.ptx.split("griddepcontrol.wait;")
-        weights = "ld.global.L1::no_allocate.L2::256B.v4.b32"
+        weights = "ld.global.L1::no_allocate.L2::cache_hint.L2::256B.v4.b32"
         share = kernel.inputs // 32 // kernel.warps
         assert before.count(weights) == 2 * kernel.ahead
         assert after.count(weights) == 2 * (share - kernel.ahead)

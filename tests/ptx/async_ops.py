@@ -76,7 +76,8 @@ def _copy(program: Program, instruction: Instruction) -> Step | None:
         return wait
     if "mbarrier" in parts or parts[2] not in ("ca", "cg"):
         return None
-    operands = instruction.operands
+    # A cache policy changes nothing here.
+    operands = instruction.operands[:-1] if "L2::cache_hint" in parts else instruction.operands
     to, of = program.operands.gather_address(operands[0]), program.operands.gather_address(operands[1])
     size = int(program.operands.read(operands[2], U32)(None)[0])  # type: ignore[arg-type]
     used = program.operands.gather(operands[3], U32) if len(operands) > 3 else None

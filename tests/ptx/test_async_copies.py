@@ -56,6 +56,13 @@ def test_cp_async_groups_finish_in_order_and_zero_fill() -> None:
         assert (rows[:, 2:] == (8 if left else 0)).all()
 
 
+def test_a_cache_policy_is_no_number_of_bytes() -> None:
+    policy = "mov.b64 %d6, 0x12F0000000000000; "
+    hinted = cp_async().replace("global [%r4], [%d4], 16", "global.L2::cache_hint [%r4], [%d4], 16, %d6")
+    assert hinted != cp_async()
+    assert copy(policy + hinted, 0)
+
+
 INIT = "@%p1 mbarrier.init.shared::cta.b64 [%r5], {count}; {fence} bar.sync 0;"
 
 

@@ -133,7 +133,7 @@ class Feeder:
         if cute.arch.thread_idx()[0] % WARP == 0:
             full = barrier(shared, stage)
             cute.arch.mbarrier_arrive_and_expect_tx(full, size)
-            ptx.copy_to_shared(shared + self.tiling.ring_offset + stage * size, source, size, full.toint())
+            ptx.stream_to_shared(shared + self.tiling.ring_offset + stage * size, source, size, full.toint())
 
     @cute.jit
     def fetch_rows(

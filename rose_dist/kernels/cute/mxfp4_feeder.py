@@ -93,7 +93,7 @@ class Feeder:
         cute.arch.sync_warp()
         if lane < here:
             place = target + tiling.x_bytes + lane * size
-            ptx.copy_to_shared(place, source + Int64(step) * size, size, full.toint())
+            ptx.stream_to_shared(place, source + Int64(step) * size, size, full.toint())
 
     def row_addresses(self, x: Any, start: Any, feeder: Any, count: Any) -> Any:
         """Where this lane's cell of a scale block begins, in its row of each 8 or the last one for any beyond."""

@@ -174,6 +174,7 @@ class DecodeAttention(jit.Kernel):
             newest = (length - 1) // TILE
             self.start(ring, paged, batch, part, blocks, Int32(0), newest)
             cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
             self.start(ring, paged, batch, part, blocks, newest, Int32(UNLIMITED))
         else:
             self.start(ring, paged, batch, part, blocks, Int32(0), Int32(UNLIMITED))
@@ -187,9 +188,6 @@ class DecodeAttention(jit.Kernel):
             following = after(batch, current, line_end)
             next_table, next_blocks = self.look_up(paged, batch, following)
             self.attend(ring, scalars, paged, batch, current, table, block, queries, scale)
-            if const_expr(self.early):
-                # Not before: all weights that the next launch asks for would come before the newest key.
-                cute.arch.griddepcontrol_launch_dependents()
             # The next part's copies are on their way while this one's results are merged.
             self.start(ring, paged, batch, following, next_blocks, Int32(0), Int32(UNLIMITED))
             changes = (following.request != row) | (following.group != head)
