@@ -100,6 +100,7 @@ def on_gpu(model: GptOssForCausalLM, options: BuildOptions, reduce: AllReduce, p
 @pytest.mark.parametrize("ep", [1, 2])
 def test_a_decode_step_of_two_ranks_is_that_of_one(ep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts sliced, and spread by a placement that is not the first one."""
+    torch.manual_seed(1)  # with others a token may lie so near two experts that roundings decide
     write_random_checkpoint(CONFIG | {"num_experts": 32}, tmp_path)
     whole = BuildOptions(World.join().groups(Layout.of(1)), 32, BF16, moe_weights="mxfp4")
     plain = ModelRunner(load_model(tmp_path, whole), SIZES)
