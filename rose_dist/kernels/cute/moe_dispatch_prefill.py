@@ -178,6 +178,10 @@ class AssignSlots(jit.Kernel):
                 vector.scalar(counts + Int64(expert) * 4, Int32)[0] = count
 
 
+PLACES_AT_ONCE = 4
+"""Slots that a thread holds; with 8 it spills."""
+
+
 @dataclass(frozen=True)
 class ScatterRows(jit.Kernel):
     """Copies each token's row, read once, to its slots. `vector_bytes` is the width of `tiling`'s vectors.
@@ -222,10 +226,17 @@ class ScatterRows(jit.Kernel):
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         own = slots + Int64(vector.min_of(token, tokens - 1)) * (self.top_k * 4)
-        places = [vector.scalar(own + j * 4, Int32)[0] for j in range(self.top_k)]
+        places = self.places(own, 0)
         ptx.exit_if(token >= vector.live_rows(live_rows, tokens))
         for j in range_constexpr(self.top_k):
-            self.write(Int32(places[j]), values, packed, token, scales, packed_scales, group_rows, lane)
+            if const_expr(j > 0 and j % PLACES_AT_ONCE == 0):
+                places = self.places(own, j)
+            place = Int32(places[j % PLACES_AT_ONCE])
+            self.write(place, values, packed, token, scales, packed_scales, group_rows, lane)
+
+    def places(self, own: Any, first: int) -> list[Any]:
+        """Slots of a token from choice `first` on, whose loads are under way together."""
+        return [vector.scalar(own + j * 4, Int32)[0] for j in range(first, min(first + PLACES_AT_ONCE, self.top_k))]
 
     @cute.jit
     def write(
