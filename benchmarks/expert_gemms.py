@@ -11,7 +11,6 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,10 @@ TOKENS = (128, 512, 1024, 4096)
 FEW_ROWS_TOKENS = 1024
 """Above, the kernel of few rows streams the weights too often to be of interest."""
 UP_TO_64, UP_TO_128 = WARPGROUP_SHAPES.variants
-SHAPES = {
-    "warpgroups 64": UP_TO_64,
-    "two warpgroups 64": replace(UP_TO_64, stages=8, warpgroups=2, registers=(40, 232)),
-    "four warpgroups 32": replace(UP_TO_64, widths=(16, 32), warpgroups=4, registers=(64, 104)),
-    "warpgroups 128": UP_TO_128,
-}
 GEMMS: dict[str, Callable[..., None]] = {
     "warp": launch_warp_gemm,
-    **{name: partial(launch_warpgroup_gemm, shape=shape) for name, shape in SHAPES.items()},
+    "warpgroups 64": partial(launch_warpgroup_gemm, shape=UP_TO_64),
+    "warpgroups 128": partial(launch_warpgroup_gemm, shape=UP_TO_128),
 }
 """By the rows that they multiply at a time."""
 
