@@ -29,6 +29,8 @@ WARPS = 16
 SHORT_COLUMNS = 16_384
 """Up to here fewer warps share a row."""
 COLUMN_MULTIPLE = 4
+SPILLING_STEPS, FREE_STEPS = (10, 11), 12
+"""Loops of these lengths take the assembler more registers than two blocks an SM leave, and a longer one does not."""
 MOST_COLUMNS = 400_000
 """What the shared memory of `MOST_BLOCKS` blocks holds."""
 
@@ -48,7 +50,8 @@ class RowSplit:
     def of(columns: int) -> RowSplit:
         vectors = -(-columns // COLUMN_MULTIPLE)
         blocks, warps = (4, 4) if columns <= SHORT_COLUMNS else (MOST_BLOCKS, WARPS)
-        return RowSplit(blocks, warps, -(-vectors // (blocks * warps * WARP)))
+        steps = -(-vectors // (blocks * warps * WARP))
+        return RowSplit(blocks, warps, FREE_STEPS if steps in SPILLING_STEPS else steps)
 
     @property
     def threads(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rose_dist.kernels import jit, ptx, vector, warp_matrix
+from rose_dist.kernels import jit, vector, warp_matrix
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.attention_tiling import TILE
 from rose_dist.kernels.cute.attention_products import Products
@@ -158,10 +158,6 @@ class DecodeAttention(jit.Kernel):
         queries = cute.make_rmem_tensor(self.heads * self.rows // 8 * (self.head_dim // 8), Uint32)
         # What each thread has merged of a request whose parts are all this block's.
         merged = Uint32(cute.arch.alloc_smem(Uint32, THREADS * self.results.kept_words, alignment=16).toint())
-        sink_bytes = groups * (self.heads * group) // 4 * 16
-        if (sinks != 0) & (sink_bytes > 0) & (cute.arch.thread_idx()[0] == 0):
-            # Needed last, far from any cache by now, and behind all weights that the next launch asks for.
-            ptx.prefetch_to_l2(sinks, sink_bytes)
         if const_expr(not self.early):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
