@@ -37,6 +37,10 @@ logger = logging.getLogger(__name__)
 
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE")
 """Variables that mpirun or srun set for MPI processes; without any of them the world is this process."""
+HEAD_START_SECONDS = 0.5
+"""From a rank's start of MPI to its first message. Open MPI 5.0.11 ends its start behind a barrier, but prepares the
+world's communicator after it: a message that comes before crashes the receiver (mca_pml_ob1_recv_frag_callback_match).
+"""
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 _TURN_SECONDS = 0.5
 """How much later another rank than 0 speaks of an error that it shares with rank 0."""
@@ -106,6 +110,8 @@ class World:
         configure_logging(world.rank, world.host, log_dir, log_level)
         with world.stage("meet the other ranks", timeout):
             check_size(os.environ, world.size)
+            if world.size > 1:
+                time.sleep(HEAD_START_SECONDS)
             world.hosts = world.group.all_gather_objects(world.host)
             world._link_guards(guard)
         world.require_agreement(code_version())
