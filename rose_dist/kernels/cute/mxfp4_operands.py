@@ -70,8 +70,3 @@ def store_shared(address: Any, values: Any) -> None:
     for i, value in enumerate(values):
         registers[i] = value
     _shared(address, Float32, 4).store(registers.load())
-
-
-def store_shared_word(address: Any, word: Any) -> None:
-    """Store a u32 at a shared address."""
-    _shared(address, Uint32, 1)[0] = Uint32(word)
