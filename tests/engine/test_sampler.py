@@ -121,6 +121,15 @@ def test_tokens_stay_on_the_device_for_the_next_step() -> None:
     assert left[: len(requests)].tolist() == [each.token for each in found]
 
 
+def test_rules_of_any_batch_are_as_the_kernel_takes_them() -> None:
+    """It reads them by columns; numpy may join arrays of another order to one of that order."""
+    _, requests = batch(2)
+    for count in (0, 1, 4, len(requests)):
+        rules = DeviceDraw(torch.zeros(64, dtype=torch.int64), VOCABULARY).rules(requests[:count])
+        assert rules.shape == (4, count)
+        assert rules.flags.c_contiguous
+
+
 def test_frequencies_follow_the_distribution() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
     shares = torch.softmax(logits, -1)

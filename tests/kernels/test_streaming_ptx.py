@@ -57,7 +57,9 @@ def test_every_weight_is_decoded_and_multiplied_once(binaries: list[tuple[Expert
 
 def test_weights_and_rows_come_by_bulk_copies_only(binaries: list[tuple[ExpertLinear, Binary]]) -> None:
     for _, compiled in binaries:
-        assert "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes" in compiled.ptx
+        copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+        assert copy + ".L2::cache_hint [" in compiled.ptx  # weights, which leave L2 first
+        assert copy + " [" in compiled.ptx  # rows
         assert not re.search(r"ld\.global\S*\.v\d", compiled.ptx)
 
 
