@@ -18,18 +18,26 @@ _E8M0_NAN = 0xFF
 _E4M3_NAN = 0x7F
 
 
-def encode(fmt: BlockFormat, arch: Arch, values: list[Any], global_scale: Any = None) -> tuple[list[Any], Any]:
+def largest_of_block(fmt: BlockFormat, values: list[Any]) -> Any:
+    """Bits of the largest |value| of the block that lies in this lane's `values` (fp32) and its group's."""
+    return vector.group_max(vector.largest_magnitude(values), max(fmt.block // len(values), 1))
+
+
+def encode(
+    fmt: BlockFormat, arch: Arch, values: list[Any], global_scale: Any = None, largest: Any = None
+) -> tuple[list[Any], Any]:
     """Quantise one block that lies in this lane's `values` (fp32) and its group's.
 
     Args:
         global_scale: NVFP4 only, fp32; values are multiplied by it before block scales are chosen.
+        largest: `largest_of_block`, for who knows it already.
 
     Returns:
         The codes, packed into u32 (u16 if there are only 16 bits), earlier values in lower bits; and the scale, an
         fp32 or a u32 with the scale's byte.
     """
-    lanes = max(fmt.block // len(values), 1)
-    largest = vector.group_max(vector.largest_magnitude(values), lanes)
+    if largest is None:
+        largest = largest_of_block(fmt, values)
     finite = largest < Uint32(_INFINITY)
     if fmt.scale is Scale.FP32:
         # A NaN or an infinity spoils the whole block, so that it shows.
@@ -54,15 +62,15 @@ def encode(fmt: BlockFormat, arch: Arch, values: list[Any], global_scale: Any = 
 @cute.jit
 def store(
     output: cutlass.Constexpr, arch: cutlass.Constexpr, values: list[Any], codes: Int64, scales: Int64, row: Int32,
-    index: Int32, padded_rows: Int32, valid: cutlass.Boolean, global_scale: Float32,
+    index: Int32, padded_rows: Int32, valid: cutlass.Boolean, global_scale: Float32, largest: Uint32 | None = None,
 ) -> None:  # fmt: skip
     """Quantise this lane's vector, number `index` of `row`, and store codes and scale where `valid`.
 
-    All lanes of a warp must arrive. Lanes beyond the row's end bring its last vector: it lies in the last block, so it
+    largest: as for `encode`. All lanes of a warp must arrive. Lanes beyond the row's end bring its last vector: it lies in the last block, so it
     changes no maximum.
     """
     fmt = output.fmt
-    words, scale = encode(fmt, arch, values, global_scale)
+    words, scale = encode(fmt, arch, values, global_scale, largest)
     if valid:
         code_bytes = len(values) * fmt.element.bits // 8
         word_type = Uint32 if const_expr(code_bytes >= 4) else Uint16

@@ -13,6 +13,10 @@ from rose_dist.kernels import ptx
 from rose_dist.kernels.dsl import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute, cutlass
 from rose_dist.kernels.row_tiling import RowTiling
 
+MOST_PARTIALS = 16
+"""Warps up to which every thread adds up their sums by itself: 4 loads, where 5 shuffles take longer. With more, the
+loads of all warps do."""
+
 
 def load(address: Any, dtype: Any, count: int, vector_bytes: int) -> Any:
     """`count` elements at `address` as a register vector; the address is a multiple of the access width."""
@@ -61,19 +65,33 @@ def row_sum(value: Float32, threads: cutlass.Constexpr, rows: cutlass.Constexpr)
     value = group_sum(value, const_min(threads, 32))
     if const_expr(threads > 32):
         warps = threads // 32
+        stride = (warps + 3) // 4 * 4  # so that a row's partial sums are read as vectors
         partial = cute.make_tensor(
-            cute.arch.alloc_smem(Float32, warps * rows, alignment=16), cute.make_layout(warps * rows)
+            cute.arch.alloc_smem(Float32, stride * rows, alignment=16), cute.make_layout(stride * rows)
         )
         thread = cute.arch.thread_idx()[0]
-        if thread % 32 == 0:
-            partial[thread // 32] = value
+        lane, first = thread % 32, thread // threads * stride
+        if lane == 0:
+            partial[first + thread % threads // 32] = value
         cute.arch.sync_threads()
-        lane = thread % 32
-        value = Float32(0.0)
-        if lane < warps:
-            value = partial[thread // threads * warps + lane]
-        value = group_sum(value, 32)
+        if const_expr(warps <= MOST_PARTIALS):
+            value = _sum_shared(partial.iterator.toint() + first * 4, warps)
+        else:
+            value = Float32(0.0)
+            if lane < warps:
+                value = partial[first + lane]
+            value = group_sum(value, 32)
     return value
+
+
+def _sum_shared(address: Any, count: int) -> Any:
+    """Sum of fp32s side by side in shared memory, at a multiple of 16."""
+    pointer = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=16)
+    loaded = cute.make_tensor(pointer, cute.make_layout(count)).load()
+    sums = [loaded[i] for i in range(count)]
+    while len(sums) > 1:
+        sums = [sum(sums[i : i + 2][1:], sums[i]) for i in range(0, len(sums), 2)]
+    return sums[0]
 
 
 def join_cluster() -> None:

@@ -63,8 +63,8 @@ class Quantize(jit.Kernel):
     ) -> None:  # fmt: skip
         tiling, width, count = self.tiling, self.dtype.itemsize, self.count
         lane, row = vector.row_of_thread(tiling)
-        cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
         ptx.exit_if(row >= vector.live_rows(live_rows, rows))
         tensor_scale = block_scale.read_global_scale(self.output, global_scale)
         values = []
@@ -111,8 +111,8 @@ class Dequantize(jit.Kernel):
         count = decoded_count(self.arch, self.dtype)
         lane, row = vector.row_of_thread(tiling)
         ptx.exit_if(row >= rows)
-        cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
         tensor_scale = block_scale.read_global_scale(source, global_scale)
         words, wide_scales = [], []
         for i in range_constexpr(tiling.vectors):

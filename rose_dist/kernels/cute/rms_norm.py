@@ -109,15 +109,16 @@ class RMSNorm(jit.Kernel):
         if const_expr(self.meets):
             vector.join_cluster()
         places = [vector.place(tiling, lane, i) for i in range(tiling.vectors)]
+        x += Int64(row) * x_stride * width
+        residual += Int64(row) * residual_stride * width
+        # What comes next reads no more than weights before it waits, and so for this launch and those before.
+        cute.arch.griddepcontrol_launch_dependents()
         weights = []
         if const_expr(not self.streams):
             weights = self.load_weights(weight, places)
         # Weights are constant; everything below may be the work of the kernel before.
         cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
         tensor_scale = block_scale.read_global_scale(self.quantized, global_scale)
-        x += Int64(row) * x_stride * width
-        residual += Int64(row) * residual_stride * width
         values = self.load_sums(x, residual, places)
         others = [self.load_sums(x, residual, part) for part in self.places_of_others(lane)]
         if const_expr(self.streams):
@@ -129,6 +130,8 @@ class RMSNorm(jit.Kernel):
                     total + (Int64(row) * (tiling.row_vectors * count) + places[i] * count) * width,
                     values[i], TYPES[self.dtype], count, self.vector_bytes,
                 )  # fmt: skip
+        weighted = [value.to(Float32) * self.widen(w) for value, w in zip(values, weights, strict=True)]
+        largest = self.largest(weighted)
         squares = self.square_sum(values, lane)
         for shift, part in enumerate(others, 1):
             squares = squares + self.square_sum(part, self.shifted(lane, shift))
@@ -140,14 +143,11 @@ class RMSNorm(jit.Kernel):
         for i in range_constexpr(tiling.vectors):
             index = places[i]
             valid = Boolean(vector.in_row(tiling, lane, i))
-            w = weights[i].to(Float32)
-            if const_expr(self.weight_bias != 0.0):
-                w = w + Float32(self.weight_bias)
-            scaled = values[i].to(Float32) * inverse * w
+            scaled = weighted[i] * inverse
             if const_expr(self.quantized is not None):
                 block_scale.store(
                     self.quantized, self.arch, [scaled[j] for j in range(count)], out, scales, row, index,
-                    padded_rows, valid, tensor_scale,
+                    padded_rows, valid, tensor_scale, ptx.bits(largest[i] * inverse),
                 )  # fmt: skip
             else:
                 vector.store_if(
@@ -160,6 +160,22 @@ class RMSNorm(jit.Kernel):
         return [
             vector.load(weight + place * size, TYPES[self.weight_dtype], self.count, self.vector_bytes)
             for place in places
+        ]
+
+    def widen(self, weight: Any) -> Any:
+        """A weight vector as it is multiplied with, in fp32."""
+        wide = weight.to(Float32)
+        return wide + Float32(self.weight_bias) if self.weight_bias != 0.0 else wide
+
+    def largest(self, weighted: list[Any]) -> list[Any]:
+        """The largest magnitude in each vector's quantisation block, before anything is divided by the row's mean: the
+        quotient of the largest is the largest quotient, and what is still to be summed up is waited for once.
+        """
+        if self.quantized is None:
+            return []
+        count, fmt = self.count, self.quantized.fmt
+        return [
+            ptx.from_bits(block_scale.largest_of_block(fmt, [value[j] for j in range(count)])) for value in weighted
         ]
 
     def load_sums(self, x: Any, residual: Any, places: list[Any]) -> list[Any]:

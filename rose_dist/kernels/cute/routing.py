@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,6 +19,7 @@ from rose_dist.kernels.dsl import (
     Int64,
     Stream,
     Uint32,
+    Uint64,
     const_expr,
     cute,
     cutlass,
@@ -40,8 +42,8 @@ def launcher(
 
 @dataclass(frozen=True)
 class Route(jit.Kernel):
-    """A warp a token. A lane keeps the keys of some neighbouring experts in registers; k rounds of a warp maximum
-    choose, and lane i computes the weight of choice i.
+    """A warp a token. A lane keeps the keys of some neighbouring experts in registers, best first; k rounds of a warp
+    maximum choose, and lane i computes the weight of choice i.
 
     Counts of few tokens: one cluster of blocks, a warp for every token, adds into the shared memory of its first block,
     which writes them. Of many: every block adds its own histogram to counts that a launch before has zeroed.
@@ -85,6 +87,7 @@ class Route(jit.Kernel):
     @cute.kernel
     def zero(self, counts: Int64) -> None:
         thread = cute.arch.thread_idx()[0]
+        cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         if thread < self.experts:
             vector.scalar(counts + Int64(thread) * 4, Int32)[0] = Int32(0)
@@ -101,13 +104,13 @@ class Route(jit.Kernel):
         histogram = cute.make_tensor(
             cute.arch.alloc_smem(Int32, self.experts if self.counts else 1), cute.make_layout(self.experts)
         )
+        cute.arch.griddepcontrol_launch_dependents()
         if const_expr(self.counts):
             for first in range_constexpr(0, self.experts, threads):
                 if thread + first < self.experts:
                     histogram[thread + first] = Int32(0)
             self.arrive()
         cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
         live = vector.live_rows(live_rows, tokens)
         if const_expr(self.counts and self.shape.cluster > 0):
             # At most one token a warp, neighbours on different blocks. The zeroes are awaited after the choice only.
@@ -190,17 +193,17 @@ class Route(jit.Kernel):
         if const_expr(self.bias):
             biases = self.load(bias, torch.float32, lane)
             preferences = [a + b for a, b in zip(preferences, biases, strict=True)]
-        keys = cute.make_rmem_tensor(self.per_lane, Uint32)
+        kind = Uint32 if const_expr(self.unique_keys) else Uint64
+        keys = cute.make_rmem_tensor(self.per_lane, kind)
         for j in range_constexpr(self.per_lane):
             exists = lane * self.per_lane + j < self.experts
-            key = _key(preferences[j])
-            if const_expr(self.unique_keys):
-                key = (key & Uint32(0xFFFF0000)) | (Uint32(0xFFFF) - Uint32(lane * self.per_lane + j))
-            keys[j] = vector.select(exists, key, Uint32(0))
+            keys[j] = vector.select(exists, self.key(preferences[j], lane * self.per_lane + j), kind(0))
+        for a, b in comparators(self.per_lane):
+            keys[a], keys[b] = self.in_order(keys[a], keys[b])
         if const_expr(self.groups > 1):
             eligible = self.group_eligible(preferences, lane)
             for j in range_constexpr(self.per_lane):
-                keys[j] = vector.select(eligible, keys[j], Uint32(0))
+                keys[j] = vector.select(eligible, keys[j], kind(0))
         chosen = Int32(0)
         if const_expr(self.k <= MAX_UNROLLED):
             for i in range_constexpr(self.k):
@@ -210,23 +213,33 @@ class Route(jit.Kernel):
                 chosen = self.round(keys, lane, i, chosen)
         return chosen, self.weigh(self.load_one(logits, chosen), values, lane)
 
-    def round(self, keys: Any, lane: Any, i: Any, chosen: Any) -> Any:
-        """Choose the warp's best key, strike it out, and keep it if this is lane `i`."""
-        best = keys[0]
-        for j in range(1, self.per_lane):
-            best = vector.max_u32(best, keys[j])
-        best = cute.arch.warp_redux_sync(best, "umax")
+    def key(self, preference: Any, expert: Any) -> Any:
+        """Orders experts as they are preferred, equal ones by the lower number; never 0."""
+        key = _key(preference)
         if self.unique_keys:
-            for j in range(self.per_lane):
-                keys[j] = vector.select(keys[j] == best, Uint32(0), keys[j])
-            return vector.select(lane == i, Int32(Uint32(0xFFFF) - (best & Uint32(0xFFFF))), chosen)
-        mine = Uint32(self.experts)
-        for j in reversed(range(self.per_lane)):
-            mine = vector.select(keys[j] == best, Uint32(lane * self.per_lane + j), mine)
-        winner = cute.arch.warp_redux_sync(mine, "umin")
+            return (key & Uint32(0xFFFF0000)) | (Uint32(0xFFFF) - Uint32(expert))
+        return Uint64(key) << Uint64(32) | Uint64(~Uint32(expert))
+
+    def in_order(self, a: Any, b: Any) -> Any:
+        """Two keys, the better one first."""
+        best = vector.max_of(a, b)
+        # A minimum of 64 bits would be compared once more.
+        return best, vector.min_of(a, b) if self.unique_keys else a ^ b ^ best
+
+    def round(self, keys: Any, lane: Any, i: Any, chosen: Any) -> Any:
+        """Choose the warp's best key, take it from its lane, and keep its expert if this is lane `i`."""
+        if self.unique_keys:
+            best = cute.arch.warp_redux_sync(keys[0], "umax")
+            mine, expert = keys[0] == best, Uint32(0xFFFF) - (best & Uint32(0xFFFF))
+        else:
+            high, low = Uint32(keys[0] >> Uint64(32)), Uint32(keys[0])
+            low = vector.select(high == cute.arch.warp_redux_sync(high, "umax"), low, Uint32(0))
+            best = cute.arch.warp_redux_sync(low, "umax")
+            mine, expert = low == best, ~best
         for j in range(self.per_lane):
-            keys[j] = vector.select(Uint32(lane * self.per_lane + j) == winner, Uint32(0), keys[j])
-        return vector.select(lane == i, Int32(winner), chosen)
+            after = keys[j + 1] if j + 1 < self.per_lane else type(keys[j])(0)
+            keys[j] = vector.select(mine, after, keys[j])
+        return vector.select(lane == i, Int32(expert), chosen)
 
     def load(self, row: Any, dtype: Any, lane: Any) -> Any:
         """This lane's values of a row of experts, as fp32; anything beyond the last expert."""
@@ -279,6 +292,22 @@ class Route(jit.Kernel):
             exists = lane * self.per_lane + j < self.experts
             total = total + vector.select(exists, _exp(values[j] - largest), Float32(0.0))
         return share * cute.arch.rcp_approx(vector.group_sum(total, WARP))
+
+
+def comparators(count: int) -> Iterator[tuple[int, int]]:
+    """Which of `count` values to put in order, one pair after the other: merge exchange (Knuth, The Art of Computer
+    Programming 3, 5.2.2, algorithm M).
+    """
+    top = 1 << (count - 1).bit_length() >> 1
+    p = top
+    while p:
+        q, r, d = top, 0, p
+        while True:
+            yield from ((i, i + d) for i in range(count - d) if i & p == r)
+            if q == p:
+                break
+            d, q, r = q - p, q // 2, p
+        p //= 2
 
 
 def _key(value: Any) -> Any:

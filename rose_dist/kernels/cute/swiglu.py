@@ -89,13 +89,14 @@ class GatedActivation(jit.Kernel):
         columns = tiling.row_vectors * count
         lane, place = vector.row_of_thread(tiling)
         ptx.exit_if(place >= rows)
-        cute.arch.griddepcontrol_wait()
+        # What comes next reads no more than weights before it waits, and so for this launch and those before.
         cute.arch.griddepcontrol_launch_dependents()
-        row = place
+        places = [vector.place(tiling, lane, i) for i in range(tiling.vectors)]
+        row, source = place, gate_up + Int64(place) * stride * width
+        cute.arch.griddepcontrol_wait()
         if const_expr(self.listed):
             row = vector.scalar(listed + Int64(place) * 4, Int32)[0]
-        source = gate_up + Int64(row) * stride * width
-        places = [vector.place(tiling, lane, i) for i in range(tiling.vectors)]
+            source = gate_up + Int64(row) * stride * width
         # With few rows the wait for what says that a row is live costs more than reading a dead one.
         eager = tiling.vectors == 1 and not self.listed
         inputs, biases = [], []
