@@ -142,6 +142,7 @@ def activations(peers: Peers) -> Iterator[Case]:
         x, bias = bf16(rows, 2 * columns), bf16(32, 2 * columns)
         which = Rows(experts=torch.arange(rows, device=CUDA, dtype=torch.int32) * 32 // max(rows, 32))
         size, shape = rows * columns * 2, f"{rows}x{columns}"
+        tilings = functools.partial(kernel_variants.activations, rows)
 
         def silu(x: Any = x) -> Any:
             gate, up = x.chunk(2, -1)
@@ -153,9 +154,10 @@ def activations(peers: Peers) -> Iterator[Case]:
             return gate * torch.sigmoid(gate * 1.702) * (linear + 1)
 
         clamped = functools.partial(clamped_swiglu, x, limit=7.0, bias=bias, rows=which)
-        yield Case("clamped_swiglu + bias", shape, clamped, 3 * size, {"torch": swiglu}, swiglu)
+        plain_tilings = tilings(quantized=False)
+        yield Case("clamped_swiglu + bias", shape, clamped, 3 * size, {"torch": swiglu}, swiglu, plain_tilings)
         plain = functools.partial(silu_mul, x)
-        yield Case("silu_mul", shape, plain, 3 * size, {"torch": silu, **peers.silu(x)}, silu)
+        yield Case("silu_mul", shape, plain, 3 * size, {"torch": silu, **peers.silu(x)}, silu, plain_tilings)
         for name, gate, one in (
             ("clamped_swiglu + bias", Gate.CLAMPED_SWIGLU, clamped),
             ("silu_mul", Gate.SILU, plain),
@@ -166,7 +168,7 @@ def activations(peers: Peers) -> Iterator[Case]:
             moved = int(2.5 * size) + rows * FP8.blocks(columns) * 4
             yield Case(
                 f"{name} + fp8", shape, fused, moved, {"ours apart": apart},
-                variants=kernel_variants.activations(rows),
+                variants=tilings(quantized=True),
             )  # fmt: skip
 
 

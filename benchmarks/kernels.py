@@ -1,14 +1,14 @@
 """Times every kernel in CUDA graphs against the copy rate of the same run and against what else there is.
 
-    python -m benchmarks.kernels [--out benchmarks/results/h200] [--only TEXT[,TEXT]] [--no-compile] [--flashinfer DIR]
+    python -m benchmarks.kernels [--out benchmarks/results/h200] [--only TEXT[,TEXT]] [--compile] [--flashinfer DIR]
 
 `--only` takes whole sections (norms, qk_norms, activations, quantisers, routers, embeddings, barrier, cold_start) and
 the cases whose "kernel shape" holds one of the texts, as in `--only "routers,barrier,rms_norm_fp8"`, and writes
 kernels_selected instead of kernels. Writes the .json and the .md after every section, so that an interrupted run keeps
-what it has. A time is the median over graph replays divided by the calls in the graph; the spread
-is the distance from the 10th to the 90th percentile. Peers: other tilings of the same kernel (`kernel_variants.py`),
-eager torch, torch.compile, quack if it can be imported, and FlashInfer's kernels if `--flashinfer` names a folder with
-its `norm` and `silu_and_mul` modules built as fi_norm.so and fi_silu.so.
+what it has. Kernels are compiled first, by all CPU cores. A time is the median over graph replays divided by the calls
+in the graph; the spread is the distance from the 10th to the 90th percentile. Peers: other tilings of the same kernel
+(`kernel_variants.py`), eager torch, with `--compile` torch.compile, quack if it can be imported, and FlashInfer's
+kernels if `--flashinfer` names a folder with its `norm` and `silu_and_mul` modules built as fi_norm.so and fi_silu.so.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import grid_barrier, kernel_builds
 from benchmarks.graphs import copy_rate
-from benchmarks.grid_barrier import barriers
 from benchmarks.kernel_cases import SECTIONS, Call, Case, Peers
 from benchmarks.kernel_variants import Variant
 from benchmarks.row_cold_start import cold_start
@@ -167,7 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="benchmarks/results/h200", type=Path)
     parser.add_argument("--only", default="")
-    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="torch.compile is a peer, too")
     parser.add_argument("--flashinfer")
     parser.add_argument("--compile-until", type=float, default=150.0, help="seconds after which it is left out")
     arguments = parser.parse_args()
@@ -189,16 +189,25 @@ def main() -> None:
         (arguments.out / f"{name}.json").write_text(json.dumps(result, indent=1))
         (arguments.out / f"{name}.md").write_text(table(result))
 
-    extras = {"barrier": barriers, "cold_start": functools.partial(cold_start, arguments.out / ".cache")}
+    extras = {"barrier": grid_barrier.barriers, "cold_start": cold_start}
     wanted = arguments.only.split(",")
     whole = {*wanted} <= {*SECTIONS, *extras}
-    for section, cases in SECTIONS.items():
+
+    def chosen(section: str) -> Iterator[Case]:
         if whole and section not in wanted:
-            continue
-        for case in cases(peers):
-            if section not in wanted and not any(text in f"{case.kernel} {case.shape}" for text in wanted):
-                continue
-            compile_peers = not arguments.no_compile and time.perf_counter() - started < arguments.compile_until
+            return
+        for case in SECTIONS[section](peers):
+            if section in wanted or any(text in f"{case.kernel} {case.shape}" for text in wanted):
+                yield case
+
+    kernels = kernel_builds.kernels_of(case for section in SECTIONS for case in chosen(section))
+    if "barrier" in wanted or not arguments.only:
+        kernels += grid_barrier.kernels()
+    kernel_builds.build(kernels)
+    print(f"{len(kernels)} kernels compiled after {time.perf_counter() - started:.0f} s", flush=True)
+    for section in SECTIONS:
+        for case in chosen(section):
+            compile_peers = arguments.compile and time.perf_counter() - started < arguments.compile_until
             try:
                 row = measure(case, compile_peers)
                 print(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
+import tempfile
 from typing import Any
 
 import torch
@@ -57,11 +57,15 @@ def gpt_oss_variants() -> int:
     return len(jit._loaded)
 
 
-def cold_start(folder: Path) -> dict[str, Any]:
+def cold_start() -> dict[str, Any]:
     """Seconds until all variants that GPT-OSS uses have run once, in a fresh process: compiled, then from disk."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _cold_start({**os.environ, "ROSE_KERNEL_CACHE": folder})
+
+
+def _cold_start(environment: dict[str, str]) -> dict[str, Any]:
     result = {}
     command = [sys.executable, "-c", COLD_START]
-    environment = {**os.environ, "ROSE_KERNEL_CACHE": str(folder)}
     for name in ("compiled", "from disk"):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
         line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT")), None)

@@ -66,7 +66,9 @@ def store(
 ) -> None:  # fmt: skip
     """Quantise this lane's vector, number `index` of `row`, and store codes and scale where `valid`.
 
-    largest: as for `encode`. All lanes of a warp must arrive. Lanes beyond the row's end bring its last vector: it lies in the last block, so it
+    largest: as for `encode`.
+
+    All lanes of a warp must arrive. Lanes beyond the row's end bring its last vector: it lies in the last block, so it
     changes no maximum.
     """
     fmt = output.fmt

@@ -21,6 +21,8 @@ class GridBarriers(jit.Kernel):
     repeats: int
     threads: int = 128
     work: bool = True
+    copies: int = 1
+    """Of the counter."""
 
     @cute.jit
     def __call__(
@@ -39,7 +41,8 @@ class GridBarriers(jit.Kernel):
                     slot = slots + Int64((block + i) % blocks) * 4
                     before = ptx.load_relaxed(slot, "gpu")
                     ptx.store_relaxed(slot, before + Uint32(block + 1), "gpu")
-            sync.grid_barrier(counter, base + Uint32(blocks) * Uint32(i + 1), limit_ns, report, Int32(0), BARRIER_STAGE)
+            wanted = base + Uint32(blocks) * Uint32(i + 1)
+            sync.grid_barrier(counter, wanted, limit_ns, report, Int32(0), BARRIER_STAGE, self.copies)
 
 
 @dataclass(frozen=True)

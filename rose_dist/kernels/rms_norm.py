@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -139,10 +141,12 @@ def _prepare(
 
 
 def _shape(row_bytes: int, rows_for_each_sm: int, residual: bool, quantized: bool) -> RowShape:
-    if not quantized:
-        return ROW_SHAPES.select(rows_for_each_sm)
-    short = row_bytes <= SHORT_ROW_BYTES and not residual
-    return (SHORT_QUANTIZE_SHAPES if short else QUANTIZE_SHAPES).select(rows_for_each_sm)
+    short = row_bytes <= SHORT_ROW_BYTES
+    if quantized and short and not residual:
+        return SHORT_QUANTIZE_SHAPES.select(rows_for_each_sm)
+    shape = (QUANTIZE_SHAPES if quantized else ROW_SHAPES).select(rows_for_each_sm)
+    # H200, 2^20 rows of 128: 254 for 258 us without quantisation, 222 for 233 with FP8, 242 for 252 with MXFP8.
+    return replace(shape, clusters=True) if short and residual and shape.streams else shape
 
 
 def _check(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor | None) -> None:

@@ -28,9 +28,9 @@ class RowShape:
     lane_bytes: int = 0
     """Neighbouring bytes that a lane reads at a time, where one vector is less."""
     split_threads: int = MAX_THREADS
-    """Threads a block has at most; blocks share a row that takes more."""
-    apart: bool = False
-    """Of a norm: blocks that share a row each read all of it, so that they need not meet in a cluster."""
+    """Threads a block has at most; blocks share a row that takes more. Of a norm, each then reads all of it."""
+    clusters: bool = False
+    """Of a norm: blocks are launched as clusters of one, and so start more slowly."""
 
     @property
     def streams(self) -> bool:

@@ -15,6 +15,8 @@ from rose_dist.kernels.errors import KernelError
 
 REPORT_WORDS = 8
 DEFAULT_LIMIT_NS = 10_000_000_000
+COUNTER_BYTES = 256
+"""From one of a grid barrier's counters to the next."""
 POLLS_PER_CLOCK = 32
 """Polls between two looks at the clock, so that a short wait does not pay for it."""
 
@@ -100,18 +102,23 @@ def report_expired(
 
 @cute.jit
 def grid_barrier(
-    counter: Int64, wanted: Uint32, limit_ns: Int64, report: Int64, rank: Int32, stage: cutlass.Constexpr
-) -> None:
+    counters: Int64, wanted: Uint32, limit_ns: Int64, report: Int64, rank: Int32, stage: cutlass.Constexpr,
+    copies: cutlass.Constexpr = 1,
+) -> None:  # fmt: skip
     """All blocks of the grid; they must be co-resident (cooperative launch).
 
-    counter: u32 in device memory, written by thread 0 of every block (one added, release), read by the same threads
-    (acquire); it publishes what the block wrote before the barrier to every block after it.
-    wanted: the counter's value after all blocks have arrived, i.e. blocks × barriers passed since it was 0.
+    counters: `copies` u32 in device memory, `COUNTER_BYTES` apart. One thread of every block adds one to each of them
+    (release), so that not all blocks read the same; one thread of every block reads one of them (acquire). They publish
+    what the block wrote before the barrier to every block after it.
+    wanted: the counters' value after all blocks have arrived, i.e. blocks × barriers passed since they were 0.
     """
     cute.arch.sync_threads()
-    if cute.arch.thread_idx()[0] == 0:
-        ptx.add_release(counter, Uint32(1), "gpu")
-        wait(counter, wanted, "gpu", limit_ns, report, rank, rank, stage)
+    thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+    if thread < copies:
+        ptx.add_release(counters + Int64(thread) * COUNTER_BYTES, Uint32(1), "gpu")
+    if thread == 0:
+        read = counters + Int64(block % copies) * COUNTER_BYTES
+        wait(read, wanted, "gpu", limit_ns, report, rank, rank, stage)
     cute.arch.sync_threads()
 
 

@@ -94,36 +94,6 @@ def _sum_shared(address: Any, count: int) -> Any:
     return sums[0]
 
 
-def join_cluster() -> None:
-    """To be called early by all threads of a kernel that calls `cluster_sum`."""
-    cute.arch.cluster_arrive_relaxed()
-
-
-@cute.jit
-def cluster_sum(value: Float32, tiling: cutlass.Constexpr) -> Float32:
-    """Sum over a row's lanes, the same in all of them, where the row has the blocks of a cluster for itself.
-
-    Every warp sends its sum to every block, so one barrier serves and all add up in the same order.
-    """
-    warps = tiling.threads_per_row // 32
-    partial = cute.make_tensor(
-        cute.arch.alloc_smem(Float32, warps * tiling.splits, alignment=16), cute.make_layout(warps * tiling.splits)
-    )
-    thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0] % tiling.splits
-    value = group_sum(value, 32)
-    cute.arch.cluster_wait()  # until the other blocks have started: before, their shared memory is not theirs
-    lane = thread % 32
-    if lane < tiling.splits:
-        place = Uint32(partial.iterator.toint()) + Uint32(block * warps + thread // 32) * Uint32(4)
-        ptx.cluster_store_shared(place, Uint32(lane), ptx.bits(value))
-    cute.arch.cluster_arrive()
-    cute.arch.cluster_wait()
-    value = Float32(0.0)
-    if lane < warps * tiling.splits:
-        value = partial[lane]
-    return group_sum(value, 32)
-
-
 def const_min(a: int, b: int) -> int:
     """min of two compile-time integers, out of the tracer's sight."""
     return min(a, b)

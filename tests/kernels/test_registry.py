@@ -52,8 +52,10 @@ def test_dependent_launch_waits_before_it_reads_what_others_write(binaries: list
         if isinstance(compiled.kernel, STREAMING):
             before, after = compiled.ptx.split("griddepcontrol.wait;")
             assert "st.global" not in before
-            assert "griddepcontrol.launch_dependents;" in after
             kernel = compiled.kernel
+            # What follows those may read what was written before them, not weights alone.
+            last = isinstance(kernel, QKNormRope | Embed | ApplySinks)
+            assert "griddepcontrol.launch_dependents;" in (after if last else before), kernel.label
             weighted = isinstance(kernel, RMSNorm) or (isinstance(kernel, QKNormRope) and kernel.norm)
             assert weighted or "ld.global" not in before, kernel.label
 

@@ -52,11 +52,10 @@ def test_many_rows_take_the_bandwidth_variant(gpu: Any) -> None:
     assert_rounded(gpu.plain(rms_norm(gpu.tensor(x), gpu.tensor(weight), EPS)), exact(x, weight))
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["cluster", "apart"])
 @pytest.mark.parametrize("hidden", [2048, 2880])
-def test_a_row_over_several_blocks(gpu: Any, monkeypatch: pytest.MonkeyPatch, hidden: int, apart: bool) -> None:
+def test_a_row_over_several_blocks(gpu: Any, monkeypatch: pytest.MonkeyPatch, hidden: int) -> None:
     """2048 columns fill two blocks on Hopper; in 2880 some threads of the last have nothing."""
-    shape = RowShape(bytes=16, threads=32, split_threads=128, apart=apart)
+    shape = RowShape(bytes=16, threads=32, split_threads=128)
     for name in ("ROW_SHAPES", "QUANTIZE_SHAPES"):
         monkeypatch.setattr(rms_norm_module, name, Ranges((0,), (shape,)))
     x, residual, weight = torch.randn(3, hidden).bfloat16(), torch.randn(3, hidden).bfloat16(), torch.randn(hidden)

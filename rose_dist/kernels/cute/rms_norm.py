@@ -45,7 +45,7 @@ def norm_kernel(
     tiling = tile(hidden // count, count * dtype.itemsize, shape, group=group)
     return RMSNorm(
         arch, dtype, weight_dtype, tiling, count, vector_bytes, weight_bias, residual, quantized, shape.streams,
-        shape.apart,
+        shape.clusters,
     )  # fmt: skip
 
 
@@ -53,8 +53,8 @@ def norm_kernel(
 class RMSNorm(jit.Kernel):
     """One row a group of threads; the row stays in registers between the sum of squares and the scaling.
 
-    A row that is split takes the blocks of one cluster, which has no rows but that one; or, `apart`, blocks that each
-    read all of it and write their share, which must not be what another still reads.
+    A row that is split takes blocks that each read all of it and write their share, which must not be what another
+    still reads.
     """
 
     dtype: torch.dtype
@@ -68,17 +68,8 @@ class RMSNorm(jit.Kernel):
     quantized: BlockOutput | None
     streams: bool
     """Rows are asked for before the weights, which otherwise come while the kernel before still runs."""
-    apart: bool
-
-    @property
-    def meets(self) -> bool:
-        """Whether a row's blocks add up in a cluster."""
-        return self.tiling.splits > 1 and not self.apart
-
-    @property
-    def cluster(self) -> list[int] | None:
-        """None where a row has one block: a cluster of one is launched as a cluster, too."""
-        return [self.tiling.splits, 1, 1] if self.meets else None
+    clusters: bool
+    """Blocks are launched as clusters of one, and so start more slowly."""
 
     @cute.jit
     def __call__(
@@ -93,7 +84,7 @@ class RMSNorm(jit.Kernel):
             rows, eps,
         ).launch(
             grid=[blocks * self.tiling.splits, 1, 1], block=[self.tiling.threads, 1, 1],
-            cluster=self.cluster, stream=stream, use_pdl=True,
+            cluster=[1, 1, 1] if self.clusters else None, stream=stream, use_pdl=True,
         )  # fmt: skip
 
     @cute.kernel
@@ -106,8 +97,6 @@ class RMSNorm(jit.Kernel):
         tiling, count, width = self.tiling, self.count, self.dtype.itemsize
         lane, row = vector.row_of_thread(tiling)
         ptx.exit_if(row >= rows)
-        if const_expr(self.meets):
-            vector.join_cluster()
         places = [vector.place(tiling, lane, i) for i in range(tiling.vectors)]
         x += Int64(row) * x_stride * width
         residual += Int64(row) * residual_stride * width
@@ -135,10 +124,7 @@ class RMSNorm(jit.Kernel):
         squares = self.square_sum(values, lane)
         for shift, part in enumerate(others, 1):
             squares = squares + self.square_sum(part, self.shifted(lane, shift))
-        if const_expr(self.meets):
-            squares = vector.cluster_sum(squares, tiling)
-        else:
-            squares = vector.row_sum(squares, tiling.threads_per_row, tiling.rows_per_block)
+        squares = vector.row_sum(squares, tiling.threads_per_row, tiling.rows_per_block)
         inverse = cute.math.rsqrt(squares * Float32(1.0 / (tiling.row_vectors * count)) + eps)
         for i in range_constexpr(tiling.vectors):
             index = places[i]
@@ -197,7 +183,7 @@ class RMSNorm(jit.Kernel):
 
     def places_of_others(self, lane: Any) -> list[list[Any]]:
         """The vectors that this thread reads for their squares alone: those of its counterpart in each other block."""
-        shifts = range(1, self.tiling.splits if self.apart else 1)
+        shifts = range(1, self.tiling.splits)
         return [
             [vector.place(self.tiling, self.shifted(lane, shift), i) for i in range(self.tiling.vectors)]
             for shift in shifts
