@@ -29,7 +29,11 @@ class Gate(enum.Enum):
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows are live, and whose bias they take. A row that is not live is not written."""
+    """Which rows are live, and whose bias they take. A row that is not live is not written.
+
+    A GPU reads all of this while the launch before still runs, so that one must not write it, nor the one before that
+    if its dependents may begin before it has waited (as those of norms, quantisers and routers).
+    """
 
     live: Tensor | None = None
     """int32 [1]: rows from there on are not live."""

@@ -47,7 +47,9 @@ def test_nothing_spills_and_accesses_are_as_wide_as_they_go(arch: Arch, binaries
 
 
 def test_dependent_launch_waits_before_it_reads_what_others_write(binaries: list[Binary]) -> None:
-    """Only weights, which are constant, may be read before griddepcontrol.wait; nothing may be written."""
+    """Only weights, which are constant, and which of them, may be read before griddepcontrol.wait; nothing may be
+    written.
+    """
     for compiled in binaries:
         if isinstance(compiled.kernel, STREAMING):
             before, after = compiled.ptx.split("griddepcontrol.wait;")
@@ -56,7 +58,7 @@ def test_dependent_launch_waits_before_it_reads_what_others_write(binaries: list
             # What follows those may read what was written before them, not weights alone.
             last = isinstance(kernel, QKNormRope | Embed | ApplySinks)
             assert "griddepcontrol.launch_dependents;" in (after if last else before), kernel.label
-            weighted = isinstance(kernel, RMSNorm) or (isinstance(kernel, QKNormRope) and kernel.norm)
+            weighted = isinstance(kernel, RMSNorm | GatedActivation) or (isinstance(kernel, QKNormRope) and kernel.norm)
             assert weighted or "ld.global" not in before, kernel.label
 
 

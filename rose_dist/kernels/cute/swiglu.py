@@ -89,30 +89,24 @@ class GatedActivation(jit.Kernel):
         columns = tiling.row_vectors * count
         lane, place = vector.row_of_thread(tiling)
         ptx.exit_if(place >= rows)
-        # What comes next reads no more than weights before it waits, and so for this launch and those before.
+        # What comes next waits for this launch before it reads what this or an earlier one writes.
         cute.arch.griddepcontrol_launch_dependents()
         places = [vector.place(tiling, lane, i) for i in range(tiling.vectors)]
-        row, source = place, gate_up + Int64(place) * stride * width
-        cute.arch.griddepcontrol_wait()
+        # Which rows, and whose bias, the launch before does not write.
+        live = vector.live_rows(live_rows, rows)
+        row, expert, biases = place, Int32(0), []
         if const_expr(self.listed):
             row = vector.scalar(listed + Int64(place) * 4, Int32)[0]
-            source = gate_up + Int64(row) * stride * width
-        # With few rows the wait for what says that a row is live costs more than reading a dead one.
-        eager = tiling.vectors == 1 and not self.listed
-        inputs, biases = [], []
-        if const_expr(eager):
-            inputs = self.load_pairs(source, places, columns)
-        live = vector.live_rows(live_rows, rows)
-        expert = Int32(0)
         if experts != 0:
             expert = vector.scalar(experts + Int64(place) * 4, Int32)[0] - first_expert
+        if const_expr(self.bias):
+            held = Int64(vector.max_of(expert, Int32(0)))
+            biases = self.load_pairs(bias + held * (2 * columns * width), places, columns)
+        cute.arch.griddepcontrol_wait()
         ptx.exit_if(place >= live)
         ptx.exit_if((expert < 0) | (row < 0))
         tensor_scale = block_scale.read_global_scale(self.output, global_scale)
-        if const_expr(not eager):
-            inputs = self.load_pairs(source, places, columns)
-        if const_expr(self.bias):
-            biases = self.load_pairs(bias + Int64(expert) * (2 * columns * width), places, columns)
+        inputs = self.load_pairs(gate_up + Int64(row) * stride * width, places, columns)
         for i in range_constexpr(tiling.vectors):
             valid = Boolean(vector.in_row(tiling, lane, i))
             results = self.results(inputs[i], biases[i : i + 1], alpha, limit)
