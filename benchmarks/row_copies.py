@@ -16,7 +16,12 @@ from rose_dist.kernels.row_tiling import ROW_SHAPES, RowShape, RowTiling, tile
 
 VECTOR = 16
 """Bytes."""
-GRIDS = {"a copy in its grid": ROW_SHAPES.select(0), "a copy in small blocks": RowShape(16, 32, split_threads=128)}
+GRIDS = {
+    "a copy in its grid": (ROW_SHAPES.select(0), True),
+    "one that waits first": (ROW_SHAPES.select(0), False),
+    "a copy in small blocks": (RowShape(16, 32, split_threads=128), True),
+}
+"""And whether they let the next launch begin before they wait."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,8 @@ class RowCopy(jit.Kernel):
     kept_bytes: int
     """Of each vector: 16, or 8 as where bf16 becomes FP8."""
     residual: bool
+    early: bool
+    """The next launch may begin before this one's wait."""
 
     @cute.jit
     def __call__(
@@ -41,8 +48,11 @@ class RowCopy(jit.Kernel):
     def kernel(self, x: Int64, out: Int64, residual: Int64, total: Int64, rows: Int32) -> None:
         lane, row = vector.row_of_thread(self.tiling)
         ptx.exit_if(row >= rows)
+        if const_expr(self.early):
+            cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(not self.early):
+            cute.arch.griddepcontrol_launch_dependents()
         first = Int64(row) * self.tiling.row_vectors
         places = [first + vector.place(self.tiling, lane, i) for i in range(self.tiling.vectors)]
         values = [vector.load(x + place * VECTOR, Uint32, 4, VECTOR) for place in places]
@@ -66,8 +76,8 @@ def copies(x: torch.Tensor, kept_bytes: int, residual: torch.Tensor | None) -> I
     """The bytes of a norm of `x`, over as many blocks as the norm has and over more."""
     arch = launch.device(x).arch
     rows, vectors = x.shape[0], x.shape[1] * x.element_size() // VECTOR
-    for name, shape in GRIDS.items():
-        kernel = RowCopy(arch, tile(vectors, VECTOR, shape), kept_bytes, residual is not None)
+    for name, (shape, early) in GRIDS.items():
+        kernel = RowCopy(arch, tile(vectors, VECTOR, shape), kept_bytes, residual is not None, early)
         yield name, partial(_copy, kernel, x, residual, rows * vectors * kept_bytes)
 
 

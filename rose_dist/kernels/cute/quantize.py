@@ -64,13 +64,13 @@ class Quantize(jit.Kernel):
         tiling, width, count = self.tiling, self.dtype.itemsize, self.count
         lane, row = vector.row_of_thread(tiling)
         cute.arch.griddepcontrol_launch_dependents()
+        addresses = [
+            x + (Int64(row) * x_stride + vector.place(tiling, lane, i) * count) * width for i in range(tiling.vectors)
+        ]
         cute.arch.griddepcontrol_wait()
         ptx.exit_if(row >= vector.live_rows(live_rows, rows))
         tensor_scale = block_scale.read_global_scale(self.output, global_scale)
-        values = []
-        for i in range_constexpr(tiling.vectors):
-            address = x + (Int64(row) * x_stride + vector.place(tiling, lane, i) * count) * width
-            values.append(vector.load(address, TYPES[self.dtype], count, self.vector_bytes))
+        values = [vector.load(address, TYPES[self.dtype], count, self.vector_bytes) for address in addresses]
         for i in range_constexpr(tiling.vectors):
             wide = values[i].to(Float32)
             block_scale.store(
