@@ -1,4 +1,5 @@
-"""PTX instructions that kernels use by name: memory with an order and a scope, multicast, and those of `ptx_numbers`.
+"""PTX instructions that kernels use by name: memory with an order and a scope, multicast, and what `ptx_numbers` and
+`ptx_shared` have.
 
 Addresses are `Int64` in the global state space unless the name says otherwise. `scope` is "gpu" or "sys". An acquire
 load that reads the value of a release store sees everything the storing thread wrote or, through a block barrier,
@@ -26,10 +27,19 @@ from rose_dist.kernels.ptx_numbers import (
     to_e2m1x2,
     to_e4m3x2,
 )
+from rose_dist.kernels.ptx_shared import (
+    add_shared,
+    add_shared_where,
+    cluster_add_shared,
+    cluster_load_shared,
+    cluster_store_shared,
+    fetch_add_shared,
+)
 
 __all__ = [
-    "absolute", "bits", "from_bits", "from_e2m1x2", "from_e4m3x2", "multiply_add", "product", "reciprocal",
-    "round_u32", "to_bf16x2", "to_e2m1x2", "to_e4m3x2",
+    "absolute", "add_shared", "add_shared_where", "bits", "cluster_add_shared", "cluster_load_shared",
+    "cluster_store_shared", "fetch_add_shared", "from_bits", "from_e2m1x2", "from_e4m3x2", "multiply_add", "product",
+    "reciprocal", "round_u32", "to_bf16x2", "to_e2m1x2", "to_e4m3x2",
 ]  # fmt: skip
 
 _SCOPES = ("gpu", "sys")
@@ -309,51 +319,3 @@ def multimem_add_release(address: Any, value: Any, *, loc: Any = None, ip: Any =
     """u32 add into every GPU's copy that publishes everything before it to all of them."""
     text = "multimem.red.release.sys.global.add.u32 [$0], $1;"
     _asm(text, "l,r", None, Int64(address), Uint32(value), loc=loc, ip=ip)
-
-
-# --- Shared memory of a cluster ---------------------------------------------------------------------------------------
-
-
-@dsl_user_op
-def cluster_add_shared(address: Any, block: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
-    """u32 add at the place in cluster block `block` that has shared address `address` (u32) in this one."""
-    text = (
-        "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, $0, $1; "
-        "red.relaxed.cluster.shared::cluster.add.u32 [remote], $2; }"
-    )
-    _asm(text, "r,r,r", None, Uint32(address), Uint32(block), Uint32(value), loc=loc, ip=ip)
-
-
-@dsl_user_op
-def cluster_store_shared(address: Any, block: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
-    """u32 store to the place in cluster block `block` that has shared address `address` (u32) in this one."""
-    text = "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, $0, $1; st.shared::cluster.u32 [remote], $2; }"
-    _asm(text, "r,r,r", None, Uint32(address), Uint32(block), Uint32(value), loc=loc, ip=ip)
-
-
-@dsl_user_op
-def cluster_load_shared(address: Any, block: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """u32 at the place in cluster block `block` that has shared address `address` (u32) in this one."""
-    text = "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, $1, $2; ld.shared::cluster.u32 $0, [remote]; }"
-    return Uint32(_asm(text, "=r,r,r", T.i32(), Uint32(address), Uint32(block), loc=loc, ip=ip))
-
-
-@dsl_user_op
-def fetch_add_shared(address: Any, value: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """u32 add at a shared address (u32) of this block; returns the value before."""
-    text = "atom.relaxed.cta.shared::cta.add.u32 $0, [$1], $2;"
-    return Uint32(_asm(text, "=r,r,r", T.i32(), Uint32(address), Uint32(value), loc=loc, ip=ip))
-
-
-@dsl_user_op
-def add_shared_where(wanted: Any, address: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
-    """u32 add at a shared address (u32) of this block where `wanted`; no branch."""
-    text = "{ .reg .pred wanted; setp.ne.u32 wanted, $0, 0; @wanted red.relaxed.cta.shared::cta.add.u32 [$1], $2; }"
-    _asm(text, "r,r,r", None, Uint32(Boolean(wanted)), Uint32(address), Uint32(value), loc=loc, ip=ip)
-
-
-@dsl_user_op
-def add_shared(address: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
-    """u32 add at a shared address (u32) of this block."""
-    text = "red.relaxed.cta.shared::cta.add.u32 [$0], $1;"
-    _asm(text, "r,r", None, Uint32(address), Uint32(value), loc=loc, ip=ip)
