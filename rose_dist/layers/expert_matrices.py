@@ -47,11 +47,13 @@ class PackedMatrix(nn.Module):
     def __init__(self, experts: int, outputs: int, inputs: int) -> None:
         super().__init__()
         empty = PackedMxfp4.empty(experts, outputs, inputs, torch.get_default_device())
-        self.data, self.rescale = (nn.Parameter(t, requires_grad=False) for t in (empty.data, empty.rescale))
+        self.data, self.rescale, self.tops = (
+            nn.Parameter(t, requires_grad=False) for t in (empty.data, empty.rescale, empty.tops)
+        )
 
     @cached_property
     def packed(self) -> PackedMxfp4:
-        return PackedMxfp4(self.data, self.rescale)
+        return PackedMxfp4(self.data, self.rescale, self.tops)
 
     def store(self, expert: int) -> Callable[[Tensor], object]:
         raise ValueError(
