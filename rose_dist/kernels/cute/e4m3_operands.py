@@ -8,7 +8,7 @@ from rose_dist.kernels import ptx, vector
 from rose_dist.kernels.dsl import Int32, Uint32
 from rose_dist.kernels.mxfp4 import SCALE_NAN
 from rose_dist.kernels.mxfp4_e4m3 import FACTOR_BIAS, SPAN
-from rose_dist.kernels.warp_matrix import add_byte, permute, permute_by, rotate_left
+from rose_dist.kernels.warp_matrix import add_byte, merge, permute, permute_by, rotate_left, upper_half
 
 _LOW, _HIGH = 0x14100800, 0x24201C18
 """e4m3 of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, each times 2^-5: the least scale with which all of them are normal."""
@@ -32,11 +32,11 @@ def decode_e4m3(word: Any, low: Any, high: Any) -> tuple[Any, Any]:
     word = Uint32(word)
     by_two = word >> Uint32(2)
     # The magnitudes of pairs 2 and 3 come to where `word` has those of 0 and 1: nibbles 0, 1, 4 and 5.
-    others = (by_two & Uint32(0x00600060)) | ((word >> Uint32(10)) & Uint32(0xFF9FFF9F))
+    others = merge(by_two, word >> Uint32(10), 0x00600060)
     places = permute(word, others, 0x6420) & Uint32(0x77777777)
-    first, second = permute_by(low, high, places), permute_by(low, high, places >> Uint32(16))
-    first |= (by_two & Uint32(0x00800080)) | ((word << Uint32(2)) & Uint32(0x80008000))
-    second |= (rotate_left(word, 20) & Uint32(0x00800080)) | (word & Uint32(0x80008000))
+    first, second = permute_by(low, high, places), permute_by(low, high, upper_half(places))
+    first |= merge(by_two, word << Uint32(2), 0x00FF00FF) & Uint32(0x80808080)
+    second |= merge(rotate_left(word, 20), word, 0x00FF00FF) & Uint32(0x80808080)
     return first, second
 
 
