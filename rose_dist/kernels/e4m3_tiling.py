@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES, TILE_ROWS
-from rose_dist.kernels.variants import divisor
-from rose_dist.kernels.warpgroup_tiling import BIAS_BYTES, WarpgroupTiling
+from rose_dist.kernels.variants import Ranges
+from rose_dist.kernels.warpgroup_tiling import BIAS_BYTES, WarpgroupShape, WarpgroupTiling
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,18 @@ class E4m3Tiling(WarpgroupTiling):
 
 
 @dataclass(frozen=True)
-class E4m3Shape:
+class E4m3Shape(WarpgroupShape):
     """An `E4m3Tiling` before the matrix's columns are known."""
 
-    step_columns: int
-    """Scale blocks of a matrix row that a stage holds, at most."""
-    stages: int
-    widths: tuple[int, ...] = (40, 72, 80, 112, 120, 128)
-
-    def tiling(self, columns: int) -> E4m3Tiling:
-        """For matrices of `columns` scale blocks a row."""
-        return E4m3Tiling(
-            columns, warpgroups=2, widths=self.widths, step_columns=divisor(columns, self.step_columns),
-            stages=self.stages, tile_bytes=TILE_BYTES, registers=(40, 232),
-        )  # fmt: skip
+    def tiling(self, columns: int, tile_bytes: int = TILE_BYTES) -> E4m3Tiling:
+        return E4m3Tiling(**vars(super().tiling(columns, tile_bytes)))
 
 
-E4M3_SHAPE = E4m3Shape(step_columns=3, stages=7)
+E4M3_SHAPES = Ranges(
+    (0, 65),
+    (
+        E4m3Shape(widths=(16, 32, 40, 48, 64), step_columns=3, stages=7, warpgroups=3, registers=(56, 152)),
+        E4m3Shape(widths=(40, 72, 80, 112, 120, 128), step_columns=3, stages=7, warpgroups=2, registers=(40, 232)),
+    ),
+)
+"""By the rows that an expert may have."""

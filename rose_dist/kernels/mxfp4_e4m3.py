@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rose_dist.kernels import checks, launch
 from rose_dist.kernels.arch import device_info
-from rose_dist.kernels.e4m3_tiling import E4M3_SHAPE, E4m3Shape
+from rose_dist.kernels.e4m3_tiling import E4M3_SHAPES, E4m3Shape
 from rose_dist.kernels.errors import UnsupportedArchError
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.formats import E4M3_MAX, MIN_AMAX
@@ -35,6 +35,13 @@ SPAN = 11
 FACTOR_BIAS = EXPONENT_BIAS + SCALE_BIAS + SPAN - 5
 """A row's results are multiplied by 2^(its largest stored scale byte - this): e4m3's codes start at a scale of 2^-5."""
 ACTIVATION_EXPONENT = 3
+LEAST_ROWS = 33
+"""Rows of the largest expert from which on rows in FP8 serve: below, memory is what takes time."""
+
+
+def takes(rows: ExpertRows) -> bool:
+    """Whether these are so many that rows in FP8 pay. A decode step's hardly ever are."""
+    return rows.most >= LEAST_ROWS
 
 
 def expert_mlp_e4m3(
@@ -55,15 +62,16 @@ def expert_mlp_e4m3(
     """
     _check(x, gate_up, down, rows)
     if not x.is_cuda:
-        return _reference(x, gate_up, down, rows, limit, alpha)
+        return reference(x, gate_up, down, rows, limit, alpha)
     if not launch.device(x).arch.hopper:
         raise UnsupportedArchError(f"rows in FP8 run on Hopper only, this GPU is {launch.device(x).arch}")
     out = torch.empty(x.shape[0], down.weight.rows, dtype=x.dtype, device=x.device)
     if x.shape[0]:
         codes, scales = quantize_rows(x, rows)
         h = empty_codes(x.shape[0], rows, gate_up.weight.rows // 2, x.device)
-        launch_gemm(codes, scales, gate_up, rows, h, E4M3_SHAPE, alpha=alpha, limit=limit)
-        launch_gemm(h, None, down, rows, out, E4M3_SHAPE, alpha=0.0, limit=0.0)
+        shape = E4M3_SHAPES.select(rows.most)
+        launch_gemm(codes, scales, gate_up, rows, h, shape, alpha=alpha, limit=limit)
+        launch_gemm(h, None, down, rows, out, shape, alpha=0.0, limit=0.0)
     return out
 
 
@@ -125,9 +133,10 @@ def dequantize_near(weight: PackedMxfp4, expert: int) -> Tensor:
     return dequantize_mxfp4(blocks, torch.maximum(scales.int(), least).to(torch.uint8), torch.float32)
 
 
-def _reference(
-    x: Tensor, gate_up: ExpertLayer, down: ExpertLayer, rows: ExpertRows, limit: float, alpha: float
+def reference(
+    x: Tensor, gate_up: ExpertLayer, down: ExpertLayer, rows: ExpertRows, limit: float, alpha: float = ALPHA
 ) -> Tensor:
+    """`expert_mlp_e4m3` in torch, on any device, but for the tensor cores' precision. Rows of no expert are 0."""
     out = x.new_zeros(x.shape[0], down.weight.rows)
     up = 2.0**ACTIVATION_EXPONENT
     for expert, (start, count) in enumerate(zip(rows.offsets.tolist(), rows.counts.tolist(), strict=False)):

@@ -18,6 +18,8 @@ MoeWeights = Literal["mxfp4", "fp8", "bf16"]
 """How the experts' matrices are held in memory: as MXFP4 blocks and scales, as e4m3 with a scale for 128 x 128 values,
 or decoded to the activations' dtype.
 """
+MoeActivations = Literal["bf16", "fp8"]
+"""What rows the experts multiply: of the activations' dtype, or e4m3 where they are many, as `mxfp4_e4m3` says."""
 
 
 class DenseMatrix(nn.Module):

@@ -10,12 +10,13 @@ import torch
 
 from rose_dist.kernels import mxfp4_e4m3
 from rose_dist.kernels.arch import BLACKWELL, HOPPER, DeviceInfo
-from rose_dist.kernels.e4m3_tiling import E4M3_SHAPE, E4m3Shape
+from rose_dist.kernels.e4m3_tiling import E4M3_SHAPES
 from rose_dist.kernels.errors import KernelArgumentError, UnsupportedArchError
 from rose_dist.kernels.mxfp4 import dequantize_mxfp4
 from rose_dist.kernels.mxfp4_e4m3 import GROUPS, SPAN, dequantize_near, expert_mlp_e4m3, launch_gemm, quantize_rows
 from rose_dist.kernels.mxfp4_experts import ExpertLayer, ExpertRows
 from rose_dist.kernels.mxfp4_layout import PackedMxfp4
+from rose_dist.kernels.variants import Ranges
 from tests.kernels.conftest import RealGPU, emulated
 from tests.kernels.test_mxfp4_experts import LIMIT, POISON, Layer
 
@@ -124,7 +125,7 @@ def products(gpu: Any, layer: Layer, x: torch.Tensor) -> torch.Tensor:
     out = torch.empty(x.shape[0], layer.blocks.shape[1], dtype=torch.bfloat16, device=torch.device("cuda", 0))
     bias = None if layer.bias is None else gpu.tensor(layer.bias)
     whole = ExpertLayer(layer.packed(gpu), bias)
-    launch_gemm(codes, None, whole, layer.expert_rows(gpu), out, E4M3_SHAPE, alpha=0.0, limit=0.0)
+    launch_gemm(codes, None, whole, layer.expert_rows(gpu), out, E4M3_SHAPES.variants[-1], alpha=0.0, limit=0.0)
     return gpu.plain(out)
 
 
@@ -170,7 +171,8 @@ def test_rings_that_items_do_not_divide(
     if hopper.real:
         pytest.skip("in schedules of the interpreter")
     hopper.info = replace(hopper.info, sms=1)
-    monkeypatch.setattr(mxfp4_e4m3, "E4M3_SHAPE", E4m3Shape(step_columns=1, stages=stages, widths=(8, 40, 104)))
+    shape = replace(E4M3_SHAPES.variants[1], widths=(8, 40, 104), step_columns=1, stages=stages)
+    monkeypatch.setattr(mxfp4_e4m3, "E4M3_SHAPES", Ranges((0,), (shape,)))
     first, second = Layer(counts, columns * 32, 64), Layer(counts, 32, 32)
     for hopper.seed in range(2):
         assert_near(run(hopper, first, second)[first.live], exact_mlp(first.x, first, second)[first.live])

@@ -55,7 +55,8 @@ class E4m3Feeder:
                     self.copy_beside(target + tiling.tops_offset, tops + place * TILE_ROWS, here * TILE_ROWS, full)
                 if step == tiling.steps - 1:
                     if bias != 0:
-                        self.copy_beside(target + tiling.bias_offset, bias + place * BIAS_BYTES, here * BIAS_BYTES, full)
+                        source, size = bias + place * BIAS_BYTES, here * BIAS_BYTES
+                        self.copy_beside(target + tiling.bias_offset, source, size, full)
                     if scales != 0:
                         size = row_groups * (ROW_GROUP * 4)
                         self.copy_beside(target + tiling.scale_offset, scales + Int64(start) * 4, size, full)
@@ -99,8 +100,9 @@ class E4m3Feeder:
             ptx.copy_to_shared(target + lane * self.group_bytes, source, Int32(self.group_bytes), full.toint())
         tile = lane - ROW_LANES
         if (tile >= 0) & (tile < here):
-            place, source = target + tiling.x_bytes + tile * tiling.tile_row_bytes, own + Int64(step) * tiling.tile_row_bytes
-            ptx.stream_to_shared(place, source, Int32(tiling.tile_row_bytes), full.toint())
+            size = tiling.tile_row_bytes
+            place = target + tiling.x_bytes + tile * size
+            ptx.stream_to_shared(place, own + Int64(step) * size, Int32(size), full.toint())
 
     @cute.jit
     def copy_beside(self, target: Int32, source: Int64, size: Int32, full: cute.Pointer) -> None:

@@ -79,8 +79,8 @@ def list_even_segments(
 ) -> Int32:  # fmt: skip
     """All segments, as `list_segments`; returns their number.
 
-    Those of an expert have the same number of rows, a multiple of `unit`, up to one or that many, and those with most come first: blocks that take every
-    so manieth item then have about the same work.
+    Those of an expert have the same number of rows, up to one, or a multiple of `unit` except for the last; and those
+    with most come first: blocks that take every so manieth item then have about the same work.
     """
     sizes, starts = shared_integers(experts), shared_integers(experts + 1)
     even = [_even_rows(count, rows, unit) for _, count, _, _ in mine]

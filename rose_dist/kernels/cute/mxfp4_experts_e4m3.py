@@ -68,8 +68,8 @@ class E4m3ExpertGemm(jit.Kernel):
         self, weights: Int64, rescale: Int64, tops: Int64, bias: Int64, x: Int64, scales: Int64, counts: Int64,
         offsets: Int64, out: Int64, alpha: Float32, limit: Float32, blocks: Int32, stream: Stream,
     ) -> None:  # fmt: skip
-        """Addresses: those of `ExpertLinear`, except tops, as in `PackedMxfp4`; x, codes in groups of rows; scales, fp32
-        of each row of codes, 0 without gate; out, codes in groups with a gate, else bf16 rows.
+        """Addresses: those of `ExpertLinear`, except tops, as in `PackedMxfp4`; x, codes in groups of rows; scales,
+        fp32 of each row of codes, 0 without gate; out, codes in groups with a gate, else bf16 rows.
         """
         self.kernel(weights, rescale, tops, bias, x, scales, counts, offsets, out, alpha, limit).launch(
             grid=[blocks, 1, 1], block=[self.tiling.threads, 1, 1], smem=self.tiling.shared_bytes, stream=stream,
