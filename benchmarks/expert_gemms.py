@@ -3,7 +3,7 @@
     python -m benchmarks.expert_gemms [--tokens 128 512 1024 4096] [--out benchmarks/results]
 
 Each is checked against fp32 first, those with rows in FP8 against fp32 on values quantised alike; a failed check ends
-the run. Routing is uniform, as in `benchmarks.experts`. With rows in FP8 the first layer's time includes quantising them.
+the run. Routing is uniform, as in `benchmarks.experts`. In FP8 the first layer's time includes quantising its rows.
 """
 
 from __future__ import annotations

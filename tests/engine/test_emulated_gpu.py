@@ -159,7 +159,9 @@ def test_steps_are_those_of_the_cpu(way: str, experts: int, tmp_path: Path, monk
     runner, gpu, place = emulated_runner(tmp_path, options, monkeypatch, way)
     model, storages, workspace = runner.model, runner.storages, runner._workspace
     first = runner.run(prefill)
-    assert_alike(first, expected_first)
+    # Where bf16 rounds otherwise, rows in FP8 get other codes: the CPU's own logits are 3 % from those in fp32 then.
+    most = 0.04 if rows == "fp8" else 0.02
+    assert_alike(first, expected_first, most)
 
     shapes = [TableShape.of(spec, 16, 128) for spec in runner.specs]
     batch = DecodeBatch(4, shapes, storages, runner.sampled, workspace)
@@ -175,7 +177,7 @@ def test_steps_are_those_of_the_cpu(way: str, experts: int, tmp_path: Path, monk
         for t, k in ((0.0, 0), (1.5, 10))
     ]
     found = DecodeGraphs(model, batch, (3,), drawing).run(named, drawing.rules(requests))
-    assert_alike(found, expected)
+    assert_alike(found, expected, most)
     plain_logits = found.as_subclass(torch.Tensor).clone()
     by_torch = Sampler(DeviceDraw(torch.zeros(4, dtype=torch.int64), 64)).sample(plain_logits, requests, None)
     assert runner.sampled.as_subclass(torch.Tensor).tolist() == [*by_torch.tokens.tolist(), 0, 0]
@@ -196,8 +198,8 @@ def test_steps_are_those_of_the_cpu(way: str, experts: int, tmp_path: Path, monk
         assert decoded == ["Embed", "RMSNorm", *2 * [*layer, "CombineNorm"], "SmallLinear", "DrawRows"], decoded
 
 
-def assert_alike(found: torch.Tensor | None, expected: torch.Tensor) -> None:
+def assert_alike(found: torch.Tensor | None, expected: torch.Tensor, most: float) -> None:
     assert found is not None
     plain = found.as_subclass(torch.Tensor)
     error = (plain - expected).norm() / expected.norm()
-    assert error < 0.02, f"relative error {error}"
+    assert error < most, f"relative error {error}"
