@@ -40,11 +40,12 @@ GEMMS: dict[str, Callable[..., None]] = {
     "warpgroups 128": partial(launch_warpgroup_gemm, shape=UP_TO_128),
 }
 """By the rows that they multiply at a time."""
-FP8_64, FP8_128 = E4M3_SHAPES.variants
+FP8_64, FP8_160 = E4M3_SHAPES.variants
 FP8 = {
     "fp8 rows 64": FP8_64,
-    "fp8 rows 128": FP8_128,
-    "fp8 rows 128, 6 blocks a stage": replace(FP8_128, step_columns=6, stages=4),
+    "fp8 rows 128": replace(FP8_160, widths=(48, 72, 80, 112, 120, 128), stages=7),
+    "fp8 rows 160": FP8_160,
+    "fp8 rows 160, 5 blocks a stage": replace(FP8_160, widths=(88, 112, 120, 128, 144, 160), step_columns=5, stages=4),
 }
 """As `GEMMS`."""
 

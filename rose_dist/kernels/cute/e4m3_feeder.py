@@ -13,9 +13,6 @@ from rose_dist.kernels.mxfp4_layout import TILE_BYTES, TILE_ROWS
 from rose_dist.kernels.variants import WARP
 from rose_dist.kernels.warpgroup_tiling import BIAS_BYTES, ROW_GROUP
 
-ROW_LANES = WARP // 2
-"""Lanes that copy groups of 8 rows of x; the others copy tile rows."""
-
 
 @dataclass(frozen=True)
 class E4m3Feeder:
@@ -25,8 +22,12 @@ class E4m3Feeder:
     tiling: E4m3Tiling
 
     def __post_init__(self) -> None:
-        assert self.tiling.rows <= ROW_LANES * ROW_GROUP, self.tiling
-        assert self.tiling.warps <= WARP - ROW_LANES, self.tiling
+        assert self.row_lanes + self.tiling.warps <= WARP, self.tiling
+
+    @property
+    def row_lanes(self) -> int:
+        """Lanes that copy groups of 8 rows of x; others copy tile rows."""
+        return self.tiling.rows // ROW_GROUP
 
     @cute.jit
     def run(
@@ -66,8 +67,8 @@ class E4m3Feeder:
         """Where this lane's group of rows of x or its tile row begins."""
         lane, columns = cute.arch.thread_idx()[0] % WARP, self.tiling.columns
         of_x = x + (Int64(start) + lane * ROW_GROUP) * (columns * 32)
-        of_weights = weights + (place + (lane - ROW_LANES)) * (columns * TILE_BYTES)
-        return vector.select(lane < ROW_LANES, of_x, of_weights)
+        of_weights = weights + (place + (lane - self.row_lanes)) * (columns * TILE_BYTES)
+        return vector.select(lane < self.row_lanes, of_x, of_weights)
 
     @property
     def group_bytes(self) -> int:
@@ -98,7 +99,7 @@ class E4m3Feeder:
         if lane < row_groups:
             source = own + Int64(step) * self.group_bytes
             ptx.copy_to_shared(target + lane * self.group_bytes, source, Int32(self.group_bytes), full.toint())
-        tile = lane - ROW_LANES
+        tile = lane - self.row_lanes
         if (tile >= 0) & (tile < here):
             size = tiling.tile_row_bytes
             place = target + tiling.x_bytes + tile * size

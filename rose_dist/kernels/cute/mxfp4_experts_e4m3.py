@@ -81,6 +81,10 @@ class E4m3ExpertGemm(jit.Kernel):
         """Items that a segment needs."""
         return -(-self.tiles // self.tiling.warps)
 
+    @property
+    def feeder(self) -> E4m3Feeder:
+        return E4m3Feeder(self.tiles, self.tiling)
+
     @cute.kernel
     def kernel(
         self, weights: Int64, rescale: Int64, tops: Int64, bias: Int64, x: Int64, scales: Int64, counts: Int64,
@@ -106,7 +110,7 @@ class E4m3ExpertGemm(jit.Kernel):
         if warp >= tiling.warps:
             cute.arch.setmaxregister_decrease(tiling.registers[0])
             if warp == tiling.warps:
-                E4m3Feeder(self.tiles, tiling).run(shared, weights, tops, bias, x, scales, segments, items)
+                self.feeder.run(shared, weights, tops, bias, x, scales, segments, items)
         else:
             cute.arch.setmaxregister_increase(tiling.registers[1])
             self.compute(shared, bias, out, alpha, limit, segments, away, items, warp)
