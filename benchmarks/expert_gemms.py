@@ -2,23 +2,29 @@
 
     python -m benchmarks.expert_gemms [--tokens 128 512 1024 4096] [--out benchmarks/results]
 
-Each is checked against fp32 first; a failed check ends the run. Routing is uniform, as in `benchmarks.experts`.
+Each is checked against fp32 first, those with rows in FP8 against fp32 on values quantised alike; a failed check ends
+the run. Routing is uniform, as in `benchmarks.experts`. In FP8 the first layer's time includes quantising its rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.experts import FLOP_A_ROW, LAYERS, LIMIT, MODELS, Layer, per_layer, relative_error, routed, show
+from benchmarks.experts import FLOP_A_ROW, HIDDEN, LAYERS, LIMIT, MODELS, Layer, per_layer, relative_error, routed, show
 from benchmarks.graphs import copy_rate, table
+from rose_dist.kernels.e4m3_tiling import E4M3_SHAPES
+from rose_dist.kernels.mxfp4_e4m3 import empty_codes, quantize_rows, reference
+from rose_dist.kernels.mxfp4_e4m3 import launch_gemm as launch_e4m3
 from rose_dist.kernels.mxfp4_experts import launch_one, launch_warp_gemm, launch_warpgroup_gemm, tiling
 from rose_dist.kernels.stream_tiling import EXPERT_SHAPES
 from rose_dist.kernels.swiglu import ALPHA
@@ -34,6 +40,14 @@ GEMMS: dict[str, Callable[..., None]] = {
     "warpgroups 128": partial(launch_warpgroup_gemm, shape=UP_TO_128),
 }
 """By the rows that they multiply at a time."""
+FP8_64, FP8_160 = E4M3_SHAPES.variants
+FP8 = {
+    "fp8 rows 64": FP8_64,
+    "fp8 rows 128": replace(FP8_160, widths=(48, 72, 80, 112, 120, 128), stages=7),
+    "fp8 rows 160": FP8_160,
+    "fp8 rows 160, 5 blocks a stage": replace(FP8_160, widths=(88, 112, 120, 128, 144, 160), step_columns=5, stages=4),
+}
+"""As `GEMMS`."""
 
 
 def figures(layers: list[Layer], tokens: int, name: str, rate: float) -> dict[str, Any]:
@@ -63,6 +77,37 @@ def figures(layers: list[Layer], tokens: int, name: str, rate: float) -> dict[st
     }  # fmt: skip
 
 
+def fp8_figures(layers: list[Layer], tokens: int, name: str, rate: float) -> dict[str, Any]:
+    """`name` of `FP8`."""
+    torch.manual_seed(tokens)
+    shape = FP8[name]
+    x, rows, _ = routed(tokens, layers[0].gate_up.experts)
+    h, y = empty_codes(x.shape[0], rows, HIDDEN, x.device), torch.empty_like(x)
+
+    def first(layer: Layer) -> None:
+        launch_e4m3(*quantize_rows(x, rows), layer.pair[0], rows, h, shape, alpha=ALPHA, limit=LIMIT)
+
+    def second(layer: Layer) -> None:
+        launch_e4m3(h, None, layer.pair[1], rows, y, shape, alpha=0.0, limit=0.0)
+
+    first(layers[0])
+    second(layers[0])
+    few = torch.where(torch.arange(len(rows.counts), device=x.device) < 6, rows.counts, 0)
+    own = slice(0, int(few.sum()))
+    wanted = reference(x, *layers[0].pair, replace(rows, counts=few), LIMIT)[own].float()
+    error = float((y[own].float() - wanted).norm() / wanted.norm())
+    if not error <= 2e-2:
+        sys.exit(f"WRONG RESULT: {tokens} tokens, {name}: relative error {error:.3g}")
+    quantising = per_layer(layers, lambda _: quantize_rows(x, rows), replays=5)
+    one, two = (per_layer(layers, call, replays=5) for call in (first, second))
+    moved = int((rows.counts > 0).sum()) * sum(w.data[0].numel() for w in (layers[0].gate_up, layers[0].down))
+    return {
+        "tokens": tokens, "kernel": name, "first us": one, "second us": two, "both us": one + two,
+        "% of copy": 100 * moved / rate / (one + two), "TFLOP/s": FLOP_A_ROW * x.shape[0] / (one + two) / 1e6,
+        "relative error": error, "quantising us": quantising,
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
@@ -76,6 +121,9 @@ def main() -> None:
     for tokens in arguments.tokens:
         for name in ("few rows", *GEMMS) if tokens <= FEW_ROWS_TOKENS else GEMMS:
             rows.append(figures(layers, tokens, name, rate))
+            show(begin, rows[-1])
+        for name in FP8:
+            rows.append(fp8_figures(layers, tokens, name, rate))
             show(begin, rows[-1])
     results = {"gpu": torch.cuda.get_device_name(0), "copy TB/s": rate / 1e6, "rows": rows}
     arguments.out.mkdir(parents=True, exist_ok=True)

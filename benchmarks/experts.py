@@ -101,6 +101,8 @@ class Layer:
         for weight in weights:
             weight.data.random_(0, 256)
             weight.data[..., CODE_BYTES:].random_(238, 246)  # scales 2^-15 … 2^-8
+            for expert in range(experts):
+                weight.find_tops(expert)
         biases = [torch.randn(experts, weight.rows, device=DEVICE).bfloat16() for weight in weights]
         return cls(*weights, *biases)
 

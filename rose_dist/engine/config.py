@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from rose_dist.errors import RoseError
-from rose_dist.layers.expert_matrices import MoeWeights
+from rose_dist.layers.expert_matrices import MoeActivations, MoeWeights
 
 DType = Literal["float32", "bfloat16"]
 LoadFormat = Literal["checkpoint", "random"]
@@ -34,6 +34,7 @@ class EngineConfig:
     device: this rank's.
     dtype: of weights, activations and KV cache.
     moe_weights: how the experts' matrices are held in memory.
+    moe_activations: what the experts multiply a prompt's rows as; FP8 on Hopper, with weights in MXFP4.
     block_size: tokens a KV block.
     kv_tokens: tokens that the KV cache of one rank holds, all requests together; None: what the memory leaves room for,
         on a GPU only.
@@ -56,6 +57,7 @@ class EngineConfig:
     dtype: DType = "float32"
     load_format: LoadFormat = "checkpoint"
     moe_weights: MoeWeights = "bf16"
+    moe_activations: MoeActivations = "bf16"
     block_size: int = 16
     kv_tokens: int | None = 32768
     memory_share: float = 0.9
@@ -85,6 +87,11 @@ class EngineConfig:
             raise EngineConfigError("kv_tokens must be given on a CPU: only a GPU's memory is the engine's alone")
         if self.kv_tokens is not None and self.kv_tokens < self.block_size:
             raise EngineConfigError(f"kv_tokens {self.kv_tokens} is less than one block of {self.block_size}")
+        if self.moe_activations == "fp8" and self.moe_weights != "mxfp4":
+            raise EngineConfigError(
+                f"--moe-activations fp8 takes experts held as MXFP4, not as {self.moe_weights}; choose --moe-weights "
+                "mxfp4, or --moe-activations bf16"
+            )
         if not 0 < self.memory_share <= 1:
             raise EngineConfigError(f"memory_share is above 0 and at most 1, got {self.memory_share}")
 

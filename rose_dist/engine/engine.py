@@ -22,6 +22,7 @@ from rose_dist.engine.runner import ModelRunner
 from rose_dist.engine.sampler import Drawn, Sampler
 from rose_dist.engine.scheduler import Delivery, Plan, Scheduler
 from rose_dist.engine.step import Step
+from rose_dist.kernels import mxfp4_e4m3
 from rose_dist.models.build_options import BuildOptions
 from rose_dist.models.checkpoint import Progress
 from rose_dist.models.gpt_oss import GptOssForCausalLM
@@ -71,6 +72,8 @@ class Engine:
     @classmethod
     def load(cls, config: EngineConfig, groups: Groups, progress: Progress | None = None) -> Engine:
         """Read the checkpoint's part for this rank, or make random weights, and get ready to step."""
+        if config.moe_activations == "fp8":
+            mxfp4_e4m3.require(config.device)
         options = BuildOptions(
             groups,
             config.max_step_tokens,
@@ -79,6 +82,7 @@ class Engine:
             config.moe_weights,
             config.max_running,
             config.redundant_experts,
+            config.moe_activations,
         )
         if config.load_format == "random":
             model = random_model(config.model, options)

@@ -236,13 +236,18 @@ def _check_segments(x: Tensor, weight: PackedMxfp4, rows: int, segments: int) ->
 
 @checks.once
 def _check(x: Tensor, weight: PackedMxfp4, bias: Tensor | None, rows: ExpertRows) -> None:
-    experts = weight.experts
     checks.shape("x", x, None, weight.columns)
     checks.dtype("x", x, torch.bfloat16, *(() if x.is_cuda else (torch.float32,)))
     checks.dense("x", x)
-    checks.same_device("weight.data", weight.data, x.device)
+    check_layer(weight, bias, x, rows)
+
+
+def check_layer(weight: PackedMxfp4, bias: Tensor | None, x: Tensor, rows: ExpertRows) -> None:
+    """A layer, and whose the rows are, fit rows of x. Raises `KernelArgumentError`."""
+    experts = weight.experts
+    for name, tensor in (("data", weight.data), ("rescale", weight.rescale), ("tops", weight.tops)):
+        checks.same_device(f"weight.{name}", tensor, x.device)
     checks.dense("weight.data", weight.data)
-    checks.same_device("weight.rescale", weight.rescale, x.device)
     checks.shape("rows.counts", rows.counts, experts)
     checks.dtype("rows.counts", rows.counts, torch.int32)
     checks.same_device("rows.counts", rows.counts, x.device)

@@ -47,6 +47,8 @@ class PackedMxfp4:
     """uint8 [experts, rows / 32, columns / 32, 544]."""
     rescale: Tensor
     """fp32 [experts]: a power of two by which results are multiplied; 1 unless an expert has scales above 2."""
+    tops: Tensor
+    """uint8 [experts, rows / 32, 32]: the largest stored scale byte of each row, in the order of a tile's."""
 
     @classmethod
     def empty(cls, experts: int, rows: int, columns: int, device: torch.device | str = "cpu") -> PackedMxfp4:
@@ -54,7 +56,8 @@ class PackedMxfp4:
         checks.multiple("rows", rows, TILE_ROWS, "a tile has 32 rows")
         checks.multiple("columns", columns, BLOCK, "a scale belongs to 32 columns")
         data = torch.empty(experts, rows // TILE_ROWS, columns // BLOCK, TILE_BYTES, dtype=torch.uint8, device=device)
-        return cls(data, torch.ones(experts, dtype=torch.float32, device=device))
+        tops = torch.empty(experts, rows // TILE_ROWS, TILE_ROWS, dtype=torch.uint8, device=device)
+        return cls(data, torch.ones(experts, dtype=torch.float32, device=device), tops)
 
     @property
     def experts(self) -> int:
@@ -81,6 +84,11 @@ class PackedMxfp4:
         codes, exponents, shift = _fit_scales(blocks, scales)
         self.data[expert].copy_(_arrange(codes, exponents))
         self.rescale[expert] = 2.0**shift
+        self.find_tops(expert)
+
+    def find_tops(self, expert: int) -> None:
+        """Make an expert's `tops` those of its `data`, which `store` does too."""
+        self.tops[expert] = self.data[expert, :, :, CODE_BYTES:].amax(1)
 
     def load(self, expert: int) -> tuple[Tensor, Tensor]:
         """The blocks and scales that `store` was given, on this tensor's device.

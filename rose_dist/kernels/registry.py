@@ -26,15 +26,18 @@ from rose_dist.kernels.cute.moe_combine import VECTOR_BYTES, Combine
 from rose_dist.kernels.cute.moe_dispatch_decode import DispatchDecode
 from rose_dist.kernels.cute.moe_dispatch_prefill import AssignSlots, ScatterRows
 from rose_dist.kernels.cute.mxfp4_experts import ExpertLinear
+from rose_dist.kernels.cute.mxfp4_experts_e4m3 import E4m3ExpertGemm
 from rose_dist.kernels.cute.mxfp4_experts_prefill import ExpertGemm
 from rose_dist.kernels.cute.mxfp4_experts_warpgroup import WarpgroupExpertGemm
 from rose_dist.kernels.cute.network_combine import LandResultRows, LandResults
 from rose_dist.kernels.cute.network_dispatch import LandRecords
 from rose_dist.kernels.cute.paged_attention_decode import DecodeAttention
+from rose_dist.kernels.cute.quantize_rows import QuantizeRows
 from rose_dist.kernels.cute.resident_weights import ResidentWeights
 from rose_dist.kernels.cute.route_rows import RouteRows
 from rose_dist.kernels.cute.small_linear import COLUMNS, SmallLinear
 from rose_dist.kernels.draw import RowSplit
+from rose_dist.kernels.e4m3_tiling import E4M3_SHAPES
 from rose_dist.kernels.exchange_layout import FUSED_FORMATS, NVLINK_CHUNKS, ExchangeLayout
 from rose_dist.kernels.exchange_tiling import PARTS
 from rose_dist.kernels.expert_slots import PackedLayout
@@ -163,6 +166,10 @@ def _mxfp4_experts(arch: Arch) -> Iterator[Kernel]:
             continue
         for wide in WARPGROUP_SHAPES.variants:
             yield WarpgroupExpertGemm(arch, experts, count, wide.tiling(columns, TILE_BYTES), gated)
+        for fp8 in E4M3_SHAPES.variants:
+            yield E4m3ExpertGemm(arch, experts, count, fp8.tiling(columns, TILE_BYTES), gated)
+    if arch.hopper:
+        yield QuantizeRows(arch, experts, hidden)
 
 
 def _small_linears(arch: Arch) -> Iterator[Kernel]:

@@ -71,6 +71,34 @@ def permute(low: Any, high: Any, selector: int, *, loc: Any = None, ip: Any = No
 
 
 @dsl_user_op
+def permute_by(low: Any, high: Any, selector: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """`permute` with a selector in a register."""
+    operands = (Uint32(low), Uint32(high), Uint32(selector))
+    return Uint32(_asm("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", T.i32(), *operands, volatile=False, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def add_byte(word: Any, which: int, to: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """Byte `which` of a u32 plus `to`, modulo 2^32, in one instruction that is not one of the integer unit's."""
+    text = f"dp4a.u32.u32 $0, $1, {1 << 8 * which:#x}, $2;"
+    return Uint32(_asm(text, "=r,r,r", T.i32(), Uint32(word), Uint32(to), volatile=False, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def upper_half(word: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """A u32 shifted right by 16, in one instruction that is not one of the integer unit's."""
+    text = "{ .reg .b32 zero; mov.b32 zero, 0; dp2a.lo.u32.u32 $0, $1, 0x100, zero; }"
+    return Uint32(_asm(text, "=r,r", T.i32(), Uint32(word), volatile=False, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def merge(a: Any, b: Any, mask: int, *, loc: Any = None, ip: Any = None) -> Any:
+    """The bits of `a` in `mask`, and those of `b` elsewhere."""
+    text = f"lop3.b32 $0, $1, $2, {mask:#x}, 0xE4;"
+    return Uint32(_asm(text, "=r,r,r", T.i32(), Uint32(a), Uint32(b), volatile=False, loc=loc, ip=ip))
+
+
+@dsl_user_op
 def to_f16x2(low: Any, high: Any, *, loc: Any = None, ip: Any = None) -> Any:
     """Two fp32 as fp16 in a u32, nearest even."""
     text = "cvt.rn.f16x2.f32 $0, $2, $1;"

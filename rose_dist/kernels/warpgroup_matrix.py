@@ -51,6 +51,37 @@ def multiply_add_async(sums: Any, left: Any, right: Any, *, loc: Any = None, ip:
     return _floats(_asm(text, constraints, struct, *operands, loc=loc, ip=ip), count, loc, ip)
 
 
+def grouped_operand(address: Any) -> Any:
+    """The lower half of the descriptor of a right operand of e4m3 that lies at a shared address: cells of 16 in depth,
+    [columns / 8, cells, 8 columns], of which the first 32 in depth are multiplied.
+    """
+    # As in `right_operand`; depth 16 is 8 cells further.
+    return ((Uint32(address) & Uint32(0x3FFFF)) >> Uint32(4)) | Uint32(8 << 16)
+
+
+@dsl_user_op
+def multiply_add_e4m3_async(
+    sums: Any, left: Any, right: Any, cells: int, *, loc: Any = None, ip: Any = None
+) -> list[Any]:
+    """Start left · right + sums: fp32 [64, n] from e4m3 [64, 32] and [32, n], n twice the number of a thread's `sums`.
+
+    left: 4 words, lane 4g + q's of rows g, g + 8, g and g + 8 of its warp's, from columns 4q, 4q, 4q + 16 and 4q + 16
+    on; right: from `grouped_operand`, of which 8 columns have `cells`. The tensor core keeps about 14 bits of a sum.
+    """
+    count = len(sums)
+    struct = ir.Type.parse(f"!llvm.struct<({','.join(['f32'] * count)})>")
+    places = ", ".join(f"${i}" for i in range(count))
+    text = (
+        "{ .reg .pred add; .reg .b64 right; setp.ne.b32 add, 1, 0; "
+        f"mov.b64 right, {{${count + 4}, {cells * 8}}}; "
+        f"wgmma.mma_async.sync.aligned.m64n{2 * count}k32.f32.e4m3.e4m3 {{{places}}}, "
+        f"{{${count}, ${count + 1}, ${count + 2}, ${count + 3}}}, right, add, 1, 1; }}"
+    )
+    constraints = ",".join(["=f"] * count + ["r"] * 5 + [str(i) for i in range(count)])
+    operands = [*(Uint32(word) for word in left), Uint32(right), *(Float32(value) for value in sums)]
+    return _floats(_asm(text, constraints, struct, *operands, loc=loc, ip=ip), count, loc, ip)
+
+
 @dsl_user_op
 def fence_products(*, loc: Any = None, ip: Any = None) -> None:
     """Registers written before it may be operands and sums of products after it."""

@@ -18,6 +18,8 @@ MoeWeights = Literal["mxfp4", "fp8", "bf16"]
 """How the experts' matrices are held in memory: as MXFP4 blocks and scales, as e4m3 with a scale for 128 x 128 values,
 or decoded to the activations' dtype.
 """
+MoeActivations = Literal["bf16", "fp8"]
+"""What rows the experts multiply: of the activations' dtype, or e4m3 where they are many, as `mxfp4_e4m3` says."""
 
 
 class DenseMatrix(nn.Module):
@@ -47,11 +49,13 @@ class PackedMatrix(nn.Module):
     def __init__(self, experts: int, outputs: int, inputs: int) -> None:
         super().__init__()
         empty = PackedMxfp4.empty(experts, outputs, inputs, torch.get_default_device())
-        self.data, self.rescale = (nn.Parameter(t, requires_grad=False) for t in (empty.data, empty.rescale))
+        self.data, self.rescale, self.tops = (
+            nn.Parameter(t, requires_grad=False) for t in (empty.data, empty.rescale, empty.tops)
+        )
 
     @cached_property
     def packed(self) -> PackedMxfp4:
-        return PackedMxfp4(self.data, self.rescale)
+        return PackedMxfp4(self.data, self.rescale, self.tops)
 
     def store(self, expert: int) -> Callable[[Tensor], object]:
         raise ValueError(

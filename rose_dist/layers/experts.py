@@ -8,11 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from rose_dist.kernels import mxfp4_e4m3
 from rose_dist.kernels.fp8_experts import Fp8Rows, fp8_expert_linear, fp8_expert_swiglu
 from rose_dist.kernels.grouped_linear import grouped_linear
 from rose_dist.kernels.mxfp4_experts import ExpertLayer, ExpertRows, expert_mlp
 from rose_dist.kernels.swiglu import clamped_swiglu
-from rose_dist.layers.expert_matrices import DenseMatrix, Fp8Matrix, MoeWeights, PackedMatrix, expert_matrix
+from rose_dist.layers.expert_matrices import (
+    DenseMatrix,
+    Fp8Matrix,
+    MoeActivations,
+    MoeWeights,
+    PackedMatrix,
+    expert_matrix,
+)
 from rose_dist.layers.weights import Piece, Weight, copy_into, length, parameter, share
 
 MXFP4_BLOCK = 32
@@ -42,7 +50,7 @@ class Experts(nn.Module):
 
     def __init__(
         self, hidden: int, intermediate: int, held: ExpertShare, *, limit: float, stored: MoeWeights,
-        kept: MoeWeights, dtype: torch.dtype,
+        kept: MoeWeights, dtype: torch.dtype, activations: MoeActivations = "bf16",
     ) -> None:  # fmt: skip
         """
         Args:
@@ -50,6 +58,7 @@ class Experts(nn.Module):
             limit: clamp of the activation.
             stored: what the checkpoint holds.
             kept: what this layer holds; MXFP4 only where it is stored too.
+            activations: FP8 only with MXFP4.
         """
         super().__init__()
         self.hidden, self.intermediate = hidden, intermediate
@@ -58,6 +67,7 @@ class Experts(nn.Module):
         self.stored = stored
         self.part = held.intermediate(intermediate)
         self.dtype = dtype
+        self.rows_in_fp8 = activations == "fp8"
         count, width = len(held.experts), length(self.part)
         self.gate_up_proj = expert_matrix(kept, count, 2 * width, hidden, dtype)
         self.gate_up_proj_bias = parameter(count, 2 * width, dtype=dtype)
@@ -78,9 +88,10 @@ class Experts(nn.Module):
         first, second = self.gate_up_proj, self.down_proj
         b1, b2 = self.gate_up_proj_bias, self.down_proj_bias
         if isinstance(first, PackedMatrix) and isinstance(second, PackedMatrix):
-            return expert_mlp(
-                x, ExpertLayer(first.packed, b1), ExpertLayer(second.packed, b2), rows, limit=self.limit, ahead=ahead
-            )
+            layers = ExpertLayer(first.packed, b1), ExpertLayer(second.packed, b2)
+            if self.rows_in_fp8 and mxfp4_e4m3.takes(rows):
+                return mxfp4_e4m3.expert_mlp_e4m3(x, *layers, rows, limit=self.limit)
+            return expert_mlp(x, *layers, rows, limit=self.limit, ahead=ahead)
         if isinstance(first, Fp8Matrix) and isinstance(second, Fp8Matrix):
             given = Fp8Rows.of(x) if scales is None else Fp8Rows(x, scales)
             quantised = fp8_expert_swiglu(given, first.weight, b1, rows, limit=self.limit, dtype=self.dtype)

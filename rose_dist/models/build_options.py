@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rose_dist.comm.world import Groups
-from rose_dist.layers.expert_matrices import MoeWeights
+from rose_dist.layers.expert_matrices import MoeActivations, MoeWeights
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class BuildOptions:
     redundant_experts: slots of each layer beyond one an expert, for copies of popular experts.
     dtype: of weights and activations.
     moe_weights: how the experts' matrices are held; MXFP4 only of checkpoints that store it, FP8 of any.
+    moe_activations: what many rows of the experts are multiplied as; FP8 only with weights in MXFP4.
     """
 
     groups: Groups
@@ -27,3 +28,4 @@ class BuildOptions:
     moe_weights: MoeWeights = "bf16"
     max_rows: int = 64
     redundant_experts: int = 0
+    moe_activations: MoeActivations = "bf16"

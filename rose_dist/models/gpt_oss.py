@@ -50,6 +50,7 @@ class GptOssDecoderLayer(nn.Module):
         experts = Experts(
             hidden, config.intermediate_size, held, limit=config.swiglu_limit,
             stored="mxfp4" if config.mxfp4 else "bf16", kept=options.moe_weights, dtype=dtype,
+            activations=options.moe_activations,
         )  # fmt: skip
         self.mlp = MoE(hidden, experts, config.num_experts_per_tok, exchange, expert_map, dtype=dtype)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rose_dist.kernels.fp8_experts import BLOCK as FP8_BLOCK
 from rose_dist.kernels.mxfp4 import BLOCK, MAGNITUDES, SCALE_BIAS
 from rose_dist.kernels.mxfp4_layout import CODE_BYTES, EXPONENT_BIAS
+from rose_dist.layers.expert_matrices import PackedMatrix
 
 _FP8_CODES_STD = 64.0
 """So that no code of a normal distribution reaches the largest, 448."""
@@ -34,6 +35,10 @@ def fill_randomly(model: nn.Module, seed: int = 0) -> None:
         # A CPU's generator takes 32 bits of its seed.
         generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         _fill(name, parameter, generator)
+    for module in model.modules():
+        if isinstance(module, PackedMatrix):
+            for expert in range(module.packed.experts):
+                module.packed.find_tops(expert)
 
 
 def _fill(name: str, parameter: Tensor, generator: torch.Generator) -> None:
@@ -51,6 +56,8 @@ def _fill(name: str, parameter: Tensor, generator: torch.Generator) -> None:
         _fill_packed(parameter, generator)
     elif name.endswith("rescale"):
         parameter.fill_(1.0)
+    elif name.endswith("proj.tops"):
+        pass  # they follow from the data
     elif name.endswith("proj.codes"):
         _fill_fp8(parameter, generator)
     elif name.endswith("proj.scales"):

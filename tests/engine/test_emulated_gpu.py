@@ -28,10 +28,10 @@ from rose_dist.engine.request import Request
 from rose_dist.engine.runner import ModelRunner
 from rose_dist.engine.sampler import Sampler
 from rose_dist.engine.step import SequenceStep, Step
-from rose_dist.kernels import deep_gemm, fp8_experts, paged_prefill
+from rose_dist.kernels import deep_gemm, fp8_experts, mxfp4_e4m3, paged_prefill
 from rose_dist.kernels.arch import HOPPER, DeviceInfo
 from rose_dist.kernels.paged_attention import DecodeWorkspace
-from rose_dist.layers.expert_matrices import MoeWeights, PackedMatrix
+from rose_dist.layers.expert_matrices import MoeActivations, MoeWeights, PackedMatrix
 from rose_dist.layers.forward_batch import KVStorage
 from rose_dist.models.build_options import BuildOptions
 from rose_dist.models.convert.random_weights import PRESETS, write_random_checkpoint
@@ -91,7 +91,7 @@ def moved(model: GptOssForCausalLM, place: Any, way: str) -> None:
     exchange = model.model.exchange
     assert isinstance(exchange, Local)
     sizes, gpu = exchange.config, GpuOptions(device=torch.device("cuda", 0))
-    if way != "mxfp4":
+    if way.startswith("fp8"):
         sizes, gpu = fp8_exchange(sizes, gpu, Layout.of(1))
     if way == "fp8, as many tokens are":
         gpu = replace(gpu, few_layout=None)
@@ -127,15 +127,20 @@ def emulated_runner(
 
 @torch.inference_mode()
 @pytest.mark.parametrize(
-    ("way", "experts"), [("mxfp4", 4), ("mxfp4", 32), ("fp8", 4), ("fp8", 32), ("fp8, as many tokens are", 4)]
+    ("way", "experts"),
+    [("mxfp4", 4), ("mxfp4", 32), ("mxfp4, rows in fp8", 4), ("fp8", 4), ("fp8", 32), ("fp8, as many tokens are", 4)],
 )
 def test_steps_are_those_of_the_cpu(way: str, experts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill and decode. With 32 experts a decode step's few rows go through the layers' short way, in MXFP4. FP8:
     what the GPU computes is what the CPU's reference does, rounded in the same places.
     """
     write_random_checkpoint(CONFIG | {"num_experts": experts}, tmp_path)
-    kind: MoeWeights = "mxfp4" if way == "mxfp4" else "fp8"
-    options = BuildOptions(World.join().groups(Layout.of(1)), 32, torch.bfloat16, moe_weights=kind)
+    kind: MoeWeights = "mxfp4" if way.startswith("mxfp4") else "fp8"
+    rows: MoeActivations = "fp8" if way == "mxfp4, rows in fp8" else "bf16"
+    options = BuildOptions(
+        World.join().groups(Layout.of(1)), 32, torch.bfloat16, moe_weights=kind, moe_activations=rows
+    )
+    monkeypatch.setattr(mxfp4_e4m3, "LEAST_ROWS", 17)
     library = EmulatedDeepGemm()
     monkeypatch.setattr(deep_gemm, "load", lambda: library)
     monkeypatch.setattr(fp8_experts, "device_info", lambda index: DeviceInfo(HOPPER, 4))
@@ -154,7 +159,9 @@ def test_steps_are_those_of_the_cpu(way: str, experts: int, tmp_path: Path, monk
     runner, gpu, place = emulated_runner(tmp_path, options, monkeypatch, way)
     model, storages, workspace = runner.model, runner.storages, runner._workspace
     first = runner.run(prefill)
-    assert_alike(first, expected_first)
+    # Where bf16 rounds otherwise, rows in FP8 get other codes: the CPU's own logits are 3 % from those in fp32 then.
+    most = 0.04 if rows == "fp8" else 0.02
+    assert_alike(first, expected_first, most)
 
     shapes = [TableShape.of(spec, 16, 128) for spec in runner.specs]
     batch = DecodeBatch(4, shapes, storages, runner.sampled, workspace)
@@ -170,12 +177,15 @@ def test_steps_are_those_of_the_cpu(way: str, experts: int, tmp_path: Path, monk
         for t, k in ((0.0, 0), (1.5, 10))
     ]
     found = DecodeGraphs(model, batch, (3,), drawing).run(named, drawing.rules(requests))
-    assert_alike(found, expected)
+    assert_alike(found, expected, most)
     plain_logits = found.as_subclass(torch.Tensor).clone()
     by_torch = Sampler(DeviceDraw(torch.zeros(4, dtype=torch.int64), 64)).sample(plain_logits, requests, None)
     assert runner.sampled.as_subclass(torch.Tensor).tolist() == [*by_torch.tokens.tolist(), 0, 0]
     ran, decoded = ([type(kernel).__name__ for kernel in gpu.kernels[at:]] for at in (0, before))
     assert set(ran) >= {"Embed", "RMSNorm", "QKNormRope", "SmallLinear", "DecodeAttention"}, ran
+    if rows == "fp8":
+        assert ran.count("QuantizeRows") == 2
+        assert ran.count("E4m3ExpertGemm") == 4
     if kind == "fp8":
         assert set(ran) >= {"Quantize", "GatedActivation"}, ran
         # Two steps of two layers with two products each.
@@ -188,8 +198,8 @@ def test_steps_are_those_of_the_cpu(way: str, experts: int, tmp_path: Path, monk
         assert decoded == ["Embed", "RMSNorm", *2 * [*layer, "CombineNorm"], "SmallLinear", "DrawRows"], decoded
 
 
-def assert_alike(found: torch.Tensor | None, expected: torch.Tensor) -> None:
+def assert_alike(found: torch.Tensor | None, expected: torch.Tensor, most: float) -> None:
     assert found is not None
     plain = found.as_subclass(torch.Tensor)
     error = (plain - expected).norm() / expected.norm()
-    assert error < 0.02, f"relative error {error}"
+    assert error < most, f"relative error {error}"

@@ -31,3 +31,8 @@ def test_no_memory_no_blocks() -> None:
 def test_a_cpu_must_be_told() -> None:
     with pytest.raises(EngineConfigError, match="kv_tokens must be given on a CPU"):
         EngineConfig(Path(), kv_tokens=None)
+
+
+def test_rows_in_fp8_need_weights_in_mxfp4() -> None:
+    with pytest.raises(EngineConfigError, match="fp8 takes experts held as MXFP4, not as bf16"):
+        EngineConfig(Path(), moe_activations="fp8")

@@ -55,7 +55,7 @@ class Layer:
 
     def packed(self, gpu: Any) -> PackedMxfp4:
         packed = pack_mxfp4(self.blocks, self.scales)
-        return PackedMxfp4(gpu.tensor(packed.data), gpu.tensor(packed.rescale))
+        return PackedMxfp4(*(gpu.tensor(t) for t in (packed.data, packed.rescale, packed.tops)))
 
     def expert_rows(self, gpu: Any, most: int = 0) -> ExpertRows:
         return ExpertRows(gpu.tensor(self.counts), gpu.tensor(self.offsets), most or int(self.counts.max()))
@@ -298,17 +298,20 @@ def test_bad_arguments(gpu: Any, change: dict[str, torch.Tensor], message: str) 
     }  # fmt: skip
     given = {name: gpu.tensor(t) for name, t in {**good, **change}.items()}
     packed = PackedMxfp4.empty(2, 64, 64)
-    weight = PackedMxfp4(gpu.tensor(packed.data), gpu.tensor(packed.rescale))
+    weight = PackedMxfp4(*(gpu.tensor(t) for t in (packed.data, packed.rescale, packed.tops)))
     with pytest.raises(KernelArgumentError, match=message):
         expert_linear(given["x"], weight, given["bias"], ExpertRows(given["counts"], given["offsets"], 1))
 
 
 def test_too_many_rows_or_columns(gpu: Any) -> None:
-    few = PackedMxfp4(gpu.tensor(torch.zeros(1, 1, 1, 544, dtype=torch.uint8)), gpu.tensor(torch.ones(1)))
+    def zeros(columns: int) -> PackedMxfp4:
+        packed = PackedMxfp4.empty(1, 32, columns)
+        return PackedMxfp4(*(gpu.tensor(torch.zeros_like(t)) for t in (packed.data, packed.rescale, packed.tops)))
+
+    few, wide = zeros(32), zeros(720 * 32)
     counts, offsets = gpu.tensor(torch.zeros(1, dtype=torch.int32)), gpu.tensor(torch.zeros(2, dtype=torch.int64))
     for most, allowed in ((1, 4095), (100, 1023 * (128 if gpu.info.arch.hopper else 64))):
         with pytest.raises(KernelArgumentError, match=f"x: has 131072 rows; at most {allowed}"):
             expert_linear(gpu.tensor(torch.zeros(131072, 32).bfloat16()), few, None, ExpertRows(counts, offsets, most))
-    wide = PackedMxfp4(gpu.tensor(torch.zeros(1, 1, 720, 544, dtype=torch.uint8)), gpu.tensor(torch.ones(1)))
     with pytest.raises(KernelArgumentError, match="columns, which take"):
         expert_linear(gpu.tensor(torch.zeros(1, 720 * 32).bfloat16()), wide, None, ExpertRows(counts, offsets, 1))

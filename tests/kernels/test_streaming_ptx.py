@@ -13,9 +13,11 @@ pytest.importorskip("cutlass")
 from rose_dist.kernels import binary, jit, registry
 from rose_dist.kernels.arch import ARCHS, HOPPER, Arch
 from rose_dist.kernels.cute.mxfp4_experts import ExpertLinear
+from rose_dist.kernels.cute.mxfp4_experts_e4m3 import E4m3ExpertGemm
 from rose_dist.kernels.cute.mxfp4_experts_prefill import ExpertGemm
 from rose_dist.kernels.cute.mxfp4_experts_warpgroup import SEGMENTS, WarpgroupExpertGemm
 from rose_dist.kernels.cute.small_linear import SmallLinear
+from rose_dist.kernels.e4m3_tiling import E4M3_SHAPES
 from rose_dist.kernels.jit import Binary
 from rose_dist.kernels.mxfp4_experts import SHARED_BYTES
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES
@@ -118,6 +120,22 @@ def test_products_of_a_warpgroup_overlap_its_decoding() -> None:
         halves, widths = 2 * tiling.step_columns, len(tiling.widths)
         assert compiled.ptx.count("wgmma.mma_async") == 2 * halves * widths
         assert compiled.ptx.count("mul.rn.bf16x2") == 8 * (halves + 1) * widths
+        waits = compiled.ptx.count("wgmma.wait_group")
+        assert waits == (halves + 1) * widths
+        words = np.frombuffer(compiled.cubin[: len(compiled.cubin) // 8 * 8], np.uint64)
+        assert np.count_nonzero(words == WARPGROUP_DEPBAR) == waits
+        assert binary.facts(compiled).stack_bytes == 0
+        assert tiling.shared_bytes + 4 * 4 * SEGMENTS + 4096 <= SHARED_BYTES
+
+
+def test_products_in_e4m3_overlap_their_decoding() -> None:
+    """As above. A word's eight codes take two look-ups and one gathering of bits."""
+    for shape in E4M3_SHAPES.variants:
+        tiling = shape.tiling(90)
+        compiled = jit.compile_binary(E4m3ExpertGemm(HOPPER, 128, 180, tiling, gated=True))
+        halves, widths = 2 * tiling.step_columns, len(tiling.widths)
+        assert compiled.ptx.count("wgmma.mma_async") == halves * widths
+        assert compiled.ptx.count("prmt.b32") == 3 * 2 * (halves + 1) * widths
         waits = compiled.ptx.count("wgmma.wait_group")
         assert waits == (halves + 1) * widths
         words = np.frombuffer(compiled.cubin[: len(compiled.cubin) // 8 * 8], np.uint64)

@@ -125,6 +125,10 @@ def sad(parts: tuple[str, ...], types: list[Type], modifiers: set[str]) -> Opera
     return Operation((kind,), (kind,) * 3, it.sad)
 
 
+def dot_pairs(parts: tuple[str, ...], types: list[Type], modifiers: set[str]) -> Operation | None:
+    return Operation((U32,), (U32, U32, U32), it.dot_pairs) if parts == ("dp2a", "lo", "u32", "u32") else None
+
+
 def dot(parts: tuple[str, ...], types: list[Type], modifiers: set[str]) -> Operation | None:
     kinds = (types[0].name, types[1].name)
     result = ptx_type("s32" if "s32" in kinds else "u32")

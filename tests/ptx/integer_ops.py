@@ -207,6 +207,12 @@ def dot_product(a: Array, b: Array, c: Array, *, kinds: tuple[str, str]) -> Arra
     return ((octets(a, kinds[0]) * octets(b, kinds[1])).sum(1) + c.astype(np.int64)).astype(c.dtype)
 
 
+def dot_pairs(a: Array, b: Array, c: Array) -> Array:
+    """dp2a.lo.u32.u32: two products of 16 by 8 bits added to c, the latter the lower ones of b."""
+    a, b = (np.broadcast_to(value, c.shape).astype(np.int64) for value in (a, b))
+    return ((a & 0xFFFF) * (b & 0xFF) + (a >> 16) * (b >> 8 & 0xFF) + c).astype(c.dtype)
+
+
 def saturating(operation: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
     """s32 add or sub that stops at the ends of the range."""
     limits = np.iinfo(np.int32)

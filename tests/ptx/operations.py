@@ -45,6 +45,7 @@ _BUILDERS: dict[str, Build] = {
     "rem": integers.rem,
     "sad": integers.sad,
     "dp4a": integers.dot,
+    "dp2a": integers.dot_pairs,
     "cvt": floats.cvt,
     "copysign": floats.copysign,
     "testp": predicates.testp,

@@ -246,6 +246,12 @@ def test_dot_products() -> None:
     sums = [sum(int(p) * int(q) for p, q in zip(np.array([x]).view(np.int8), np.array([y]).view(np.uint8), strict=True)) + int(z)
             for x, y, z in zip(a, b, c, strict=True)]  # fmt: skip
     assert got.tolist() == [signed(s, "s32") for s in sums]
+    got = evaluate("dp2a.lo.u32.u32 {d}, {a}, {b}, {c};", ("u32",) * 3, "u32", a, b, c)
+    sums = [
+        (int(x) & 0xFFFF) * (int(y) & 0xFF) + (int(x) >> 16) * (int(y) >> 8 & 0xFF) + int(z)
+        for x, y, z in zip(a, b, c, strict=True)
+    ]
+    assert got.tolist() == [s & 0xFFFFFFFF for s in sums]
 
 
 def test_absolute_negative_and_complement() -> None:

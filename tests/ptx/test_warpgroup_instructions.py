@@ -56,6 +56,34 @@ def product(*body: str, seed: int = 0) -> bool:
     return bool(np.allclose(got, left.float() @ right.float(), atol=1e-5))
 
 
+E4M3 = "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3"
+
+
+def test_products_of_e4m3_match_torch() -> None:
+    torch.manual_seed(1)
+    left, right = (torch.randn(*shape).to(torch.float8_e4m3fn) for shape in ((64, 64), (64, 16)))
+    words = torch.empty(128, 2, 4, 4, dtype=torch.uint8)  # thread, product, word, neighbour
+    for thread in range(128):
+        warp, lane = divmod(thread, 32)
+        row, column = 16 * warp + lane // 4, 4 * (lane % 4)
+        for i, (down, across) in enumerate(((0, 0), (8, 0), (0, 16), (8, 16))):
+            for step in range(2):
+                words[thread, step, i] = left[row + down, 32 * step + column + across :][:4].view(torch.uint8)
+    cells = right.view(torch.uint8).view(4, 16, 16).transpose(1, 2).contiguous()
+    machine = Machine()
+    operands = [machine.tensor(t.reshape(-1).numpy()) for t in (words, cells)]
+    out = machine.zeros((128, 8), torch.float32)
+    body = "\n".join(part.replace(PRODUCT, E4M3).replace("1, 1, 0", "1, 1") for part in BOTH)
+    machine.run([launch(kernel(body, PARAMS, declarations=SHARED), *operands, out, block=128)])
+    wanted = left.float() @ right.float()
+    for thread in range(128):
+        warp, lane = divmod(thread, 32)
+        for i, value in enumerate(out[thread]):
+            tile, down, neighbour = i // 4, i // 2 % 2, i % 2
+            found = wanted[16 * warp + lane // 4 + 8 * down, 8 * tile + 2 * (lane % 4) + neighbour]
+            assert abs(float(value) - float(found)) < 1e-4
+
+
 def without(*dropped: str) -> tuple[str, ...]:
     return tuple(part for part in BOTH if part not in dropped)
 

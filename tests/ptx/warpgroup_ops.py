@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 Exchange = Callable[[Gang, Array], None]
 
 U32, B64, PRED = ptx_type("u32"), ptx_type("b64"), ptx_type("pred")
-DEPTH = 16
+CELLS = 2
+"""Of 16 bytes, in depth."""
+PER_WORD = {"bf16": 2, "e4m3": 4}
 POISON = 0x7FC0DEAD
 """A NaN: what sums look like while their product is under way."""
 _CELL = Access(16, 16)
@@ -49,6 +51,7 @@ class Product:
     right: int
     known: Array | None
     """f4 [sums, 32]."""
+    kind: str
 
     def finish(self, g: Gang, later: list[Product]) -> None:
         if not np.array_equal(g.u4[self.left][:, self.lanes], self.operand):
@@ -57,8 +60,9 @@ class Product:
             raise WarpSyncError("a sum's register was written while its wgmma was under way")
         assert self.known is not None
         columns = 2 * len(self.sums)
-        left = a_fragment(decode(np.ascontiguousarray(self.operand.T), "bf16"), DEPTH, 2)
-        right = _right_operand(g, self.right, columns, int(self.lanes[0]))
+        per_word = PER_WORD[self.kind]
+        left = a_fragment(decode(np.ascontiguousarray(self.operand.T), self.kind), 8 * per_word, per_word)
+        right = _right_operand(g, self.right, columns, int(self.lanes[0]), self.kind)
         total = _sum_matrix(self.known.astype(np.float64)) + left @ right
         registers = _sum_registers(total.astype(np.float32))
         follower = next((product for product in later if product.sums == self.sums), None)
@@ -124,15 +128,19 @@ def _wait(g: Gang, left: int) -> None:
 
 
 def _multiply(program: Program, instruction: Instruction) -> Exchange:
-    """wgmma.mma_async.sync.aligned.m64nNk16.f32.bf16.bf16 with the left operand in registers, the right one K-major."""
+    """wgmma.mma_async.sync.aligned.m64nNk16.f32.bf16.bf16 or k32.f32.e4m3.e4m3 with the left operand in registers, the
+    right one K-major. Sums in f64, rounded once: a tensor core keeps fewer bits of e4m3's.
+    """
     parts, operands = instruction.parts, instruction.operands
-    shape = re.fullmatch(r"m64n(\d+)k16", parts[4])
-    if shape is None or parts[5:] != ("f32", "bf16", "bf16") or not isinstance(operands[1], Vec):
+    kind = parts[-1]
+    shape = re.fullmatch(rf"m64n(\d+)k{8 * PER_WORD.get(kind, 0)}", parts[4])
+    if shape is None or parts[5:] != ("f32", kind, kind) or not isinstance(operands[1], Vec):
         raise UnknownInstruction(f"{'.'.join(parts)} is not modelled")
     sums, left = (_rows(program, vector) for vector in (elements(operands[0]), elements(operands[1])))
     if 2 * len(sums) != int(shape[1]) or len(left) != 4 or len(set(sums)) != len(sums):
         raise UnknownInstruction(f"{len(sums)} sums and {len(left)} words of an operand for {parts[4]}")
-    if any(int(program.operands.read(o, U32)(None)[0]) != v for o, v in zip(operands[4:], (1, 1, 0), strict=True)):  # type: ignore[arg-type]
+    plain = (1, 1, 0) if kind == "bf16" else (1, 1)
+    if any(int(program.operands.read(o, U32)(None)[0]) != v for o, v in zip(operands[4:], plain, strict=True)):  # type: ignore[arg-type]
         raise UnknownInstruction("wgmma with negated or transposed operands is not modelled")
     right, adds = program.operands.read(operands[2], B64), program.operands.read(operands[3], PRED)
 
@@ -150,7 +158,7 @@ def _multiply(program: Program, instruction: Instruction) -> Exchange:
             if not any(product.sums == sums for product in pipeline.products()):
                 known = g.u4[np.ix_(sums, lanes)].view(np.float32)
             operand = g.u4[np.ix_(left, lanes)]
-            pipeline.groups[-1].append(Product(lanes, sums, left, operand, int(descriptors[lanes[0]]), known))
+            pipeline.groups[-1].append(Product(lanes, sums, left, operand, int(descriptors[lanes[0]]), known, kind))
             g.u4[np.ix_(sums, lanes)] = POISON
 
     return run
@@ -163,21 +171,21 @@ def _rows(program: Program, registers: tuple[object, ...]) -> list[int]:
     return [slot.index for slot in slots]
 
 
-def _right_operand(g: Gang, descriptor: int, columns: int, lane: int) -> Array:
-    """f8 [16, columns] of bf16 in cells of 8 in depth; no swizzle."""
+def _right_operand(g: Gang, descriptor: int, columns: int, lane: int, kind: str) -> Array:
+    """f8 [depth, columns] in cells of half the depth; no swizzle."""
     start, depth_step, column_step = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
     if descriptor >> 46:
         raise UnknownInstruction("a wgmma descriptor with a swizzle or an offset is not modelled")
     at = np.arange(columns)
-    addresses = start + np.arange(2)[:, None] * depth_step + at // 8 * column_step + at % 8 * 16
+    addresses = start + np.arange(CELLS)[:, None] * depth_step + at // 8 * column_step + at % 8 * 16
     flat = addresses.reshape(-1).astype(np.uint64)
     lanes = np.full(len(flat), lane)
     cells = load(g, "shared", flat, _CELL, lanes)
     for address in addresses[:, ::8].reshape(-1):
         memory, offset = _group_of_cells(g, int(address))
         g.machine.memory.check_proxy(memory, offset, 128, int(g.threads[lane]))
-    values = decode(np.ascontiguousarray(cells).view(np.uint32).reshape(2 * columns, 4), "bf16")
-    return values.reshape(2, columns, 8).transpose(0, 2, 1).reshape(DEPTH, columns)
+    values = decode(np.ascontiguousarray(cells).view(np.uint32).reshape(CELLS * columns, 4), kind)
+    return values.reshape(CELLS, columns, -1).transpose(0, 2, 1).reshape(-1, columns)
 
 
 def _group_of_cells(g: Gang, address: int) -> tuple[Allocation, int]:

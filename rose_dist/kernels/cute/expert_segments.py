@@ -75,15 +75,15 @@ def list_segments(
 @cute.jit
 def list_even_segments(
     mine: list[Any], segments: list[cute.Tensor], rows: cutlass.Constexpr, experts: cutlass.Constexpr,
-    threads: cutlass.Constexpr,
+    threads: cutlass.Constexpr, unit: cutlass.Constexpr = 1,
 ) -> Int32:  # fmt: skip
     """All segments, as `list_segments`; returns their number.
 
-    Those of an expert have the same number of rows, up to one, and those with most come first: blocks that take every
-    so manieth item then have about the same work.
+    Those of an expert have the same number of rows, up to one, or a multiple of `unit` except for the last; and those
+    with most come first: blocks that take every so manieth item then have about the same work.
     """
     sizes, starts = shared_integers(experts), shared_integers(experts + 1)
-    even = [_even_rows(count, rows) for _, count, _, _ in mine]
+    even = [_even_rows(count, rows, unit) for _, count, _, _ in mine]
     for i in range_constexpr(len(mine)):
         if mine[i][0] < experts:
             sizes[mine[i][0]] = even[i] * experts + (experts - 1 - mine[i][0])
@@ -108,10 +108,11 @@ def list_even_segments(
     return starts[experts]
 
 
-def _even_rows(count: Any, rows: int) -> Any:
-    """Most rows of an expert's segments, if they are as even as can be."""
+def _even_rows(count: Any, rows: int, unit: int) -> Any:
+    """Most rows of an expert's segments, if they are as even as multiples of `unit` can be."""
     needed = vector.max_of((count + (rows - 1)) // rows, Int32(1))
-    return (count + (needed - 1)) // needed
+    each = (count + (needed - 1)) // needed
+    return each if unit == 1 else (each + (unit - 1)) // unit * unit
 
 
 @cute.jit

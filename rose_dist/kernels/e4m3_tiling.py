@@ -1,0 +1,55 @@
+"""How a block of warpgroups multiplies an expert's matrix by many rows of x in e4m3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rose_dist.kernels.mxfp4_layout import TILE_BYTES, TILE_ROWS
+from rose_dist.kernels.variants import Ranges
+from rose_dist.kernels.warpgroup_tiling import BIAS_BYTES, WarpgroupShape, WarpgroupTiling
+
+
+@dataclass(frozen=True)
+class E4m3Tiling(WarpgroupTiling):
+    """As its base, except that one warp feeds, and that a stage holds rows of x in half the bytes, and behind the
+    biases in an item's last also scales of rows of x, in its first the matrix rows' largest scales.
+    """
+
+    @property
+    def x_bytes(self) -> int:
+        return self.rows * self.step_columns * 32
+
+    @property
+    def scale_offset(self) -> int:
+        """In a stage."""
+        return self.bias_offset + self.warps * BIAS_BYTES
+
+    @property
+    def tops_offset(self) -> int:
+        """In a stage."""
+        return self.scale_offset + self.rows * 4
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.tops_offset + self.warps * TILE_ROWS
+
+
+@dataclass(frozen=True)
+class E4m3Shape(WarpgroupShape):
+    """An `E4m3Tiling` before the matrix's columns are known."""
+
+    def tiling(self, columns: int, tile_bytes: int = TILE_BYTES) -> E4m3Tiling:
+        return E4m3Tiling(**vars(super().tiling(columns, tile_bytes)))
+
+
+E4M3_SHAPES = Ranges(
+    (0, 65),
+    (
+        E4m3Shape(widths=(16, 32, 40, 48, 64), step_columns=3, stages=7, warpgroups=3, registers=(56, 152)),
+        E4m3Shape(
+            widths=(48, 88, 112, 120, 128, 136, 144, 160), step_columns=3, stages=6, warpgroups=2, registers=(40, 232)
+        ),
+    ),
+)
+"""By the rows that an expert may have. 160 are three standard deviations above 128, so that most weights are decoded
+once."""
