@@ -1,6 +1,6 @@
 """The kernels of MXFP4 expert layers with many rows, gpt-oss-120b, side by side, at the sizes of prompts.
 
-    python -m benchmarks.expert_gemms [--tokens 128 512 1024 4096] [--out benchmarks/results]
+    python -m benchmarks.expert_gemms [--tokens 512 1024 2048 4096] [--kernels 160 ...] [--out benchmarks/results]
 
 Each is checked against fp32 first; a failed check ends the run. Routing is uniform, as in `benchmarks.experts`.
 """
@@ -22,18 +22,19 @@ from benchmarks.graphs import copy_rate, table
 from rose_dist.kernels.mxfp4_experts import launch_one, launch_warp_gemm, launch_warpgroup_gemm, tiling
 from rose_dist.kernels.stream_tiling import EXPERT_SHAPES
 from rose_dist.kernels.swiglu import ALPHA
-from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES
+from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES, WarpgroupShape
 
-TOKENS = (128, 512, 1024, 4096)
-FEW_ROWS_TOKENS = 1024
-"""Above, the kernel of few rows streams the weights too often to be of interest."""
-UP_TO_64, UP_TO_128 = WARPGROUP_SHAPES.variants
+TOKENS = (512, 1024, 2048, 4096)
+BEFORE = (
+    WarpgroupShape(widths=(16, 32, 48, 64), step_columns=3, stages=6, warpgroups=3, registers=(56, 152)),
+    WarpgroupShape(widths=(48, 72, 96, 112, 120, 128), step_columns=3, stages=5, warpgroups=2, registers=(40, 232)),
+)
 GEMMS: dict[str, Callable[..., None]] = {
     "warp": launch_warp_gemm,
-    "warpgroups 64": partial(launch_warpgroup_gemm, shape=UP_TO_64),
-    "warpgroups 128": partial(launch_warpgroup_gemm, shape=UP_TO_128),
+    **{f"before, {shape.widths[-1]}": partial(launch_warpgroup_gemm, shape=shape) for shape in BEFORE},
+    **{str(shape.widths[-1]): partial(launch_warpgroup_gemm, shape=shape) for shape in WARPGROUP_SHAPES.variants},
 }
-"""By the rows that they multiply at a time."""
+"""By the most rows of x that warpgroups multiply at a time."""
 
 
 def figures(layers: list[Layer], tokens: int, name: str, rate: float) -> dict[str, Any]:
@@ -66,6 +67,7 @@ def figures(layers: list[Layer], tokens: int, name: str, rate: float) -> dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    parser.add_argument("--kernels", nargs="+", default=list(GEMMS), choices=("few rows", *GEMMS))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     begin = time.perf_counter()
@@ -74,7 +76,7 @@ def main() -> None:
     layers = [Layer.random(MODELS["gpt-oss-120b"]) for _ in range(LAYERS)]
     rows: list[dict[str, Any]] = []
     for tokens in arguments.tokens:
-        for name in ("few rows", *GEMMS) if tokens <= FEW_ROWS_TOKENS else GEMMS:
+        for name in arguments.kernels:
             rows.append(figures(layers, tokens, name, rate))
             show(begin, rows[-1])
     results = {"gpu": torch.cuda.get_device_name(0), "copy TB/s": rate / 1e6, "rows": rows}

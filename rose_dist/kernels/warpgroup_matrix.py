@@ -27,6 +27,11 @@ def right_operand(address: Any, columns: int) -> Any:
     return ((Uint32(address) & Uint32(0x3FFFF)) >> Uint32(4)) | Uint32(columns << 16)
 
 
+def right_further(right: Any, cells: Any) -> Any:
+    """The right operand that starts so many cells after `right`."""
+    return right + Uint32(cells)  # shared memory ends below 2^18 bytes: nothing is carried out of the address
+
+
 _UPPER = 8 * CELL_BYTES // 16
 """From bit 32 the distance / 16 of 8 columns."""
 

@@ -130,11 +130,12 @@ class WarpgroupShape:
 
 
 WARPGROUP_SHAPES = Ranges(
-    (0, 65),
+    (0, 33, 57, 89),
     (
-        WarpgroupShape(widths=(16, 32, 48, 64), step_columns=3, stages=6, warpgroups=3, registers=(56, 152)),
-        WarpgroupShape(widths=(48, 72, 96, 112, 120, 128), step_columns=3, stages=5, warpgroups=2, registers=(40, 232)),
+        WarpgroupShape(widths=(8, 16, 24, 32), step_columns=3, stages=7, warpgroups=3, registers=(56, 152)),
+        WarpgroupShape(widths=(24, 32, 40, 56), step_columns=3, stages=6, warpgroups=3, registers=(56, 152)),
+        WarpgroupShape(widths=(56, 72, 80), step_columns=3, stages=5, warpgroups=3, registers=(32, 160)),
+        WarpgroupShape(widths=(96, 128, 144, 160), step_columns=2, stages=7, warpgroups=2, registers=(40, 232)),
     ),
 )
-"""By the rows that an expert may have. Each width takes the assembler 8 more registers, so there is room for 5 behind
-128. With those, experts of about 128 rows are multiplied as if they had 7 % more."""
+"""By the rows that an expert may have. The widest takes a computing thread a register a row, and each width 8 more."""

@@ -1,0 +1,154 @@
+"""What the time of the warpgroups' expert GEMM goes into: the kernel without one part or another, gpt-oss-120b.
+
+    python -m benchmarks.expert_gemm_parts [--tokens 512 4096]
+
+Results are wrong without a part; only times mean something. Parts that hide behind others cost nothing when left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.experts import LAYERS, LIMIT, MODELS, Layer, per_layer, routed, show
+from benchmarks.graphs import table
+from rose_dist.kernels import jit, launch
+from rose_dist.kernels.cute import mxfp4_experts_warpgroup as module
+from rose_dist.kernels.cute.mxfp4_experts_warpgroup import WarpgroupExpertGemm
+from rose_dist.kernels.cute.mxfp4_feeder import Feeder
+from rose_dist.kernels.dsl import Float32, Int32, Int64, cute
+from rose_dist.kernels.mxfp4 import BLOCK
+from rose_dist.kernels.mxfp4_layout import TILE_BYTES
+from rose_dist.kernels.swiglu import ALPHA
+from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES
+
+
+@dataclass(frozen=True)
+class WithoutRows(Feeder):
+    @cute.jit
+    def copy_rows(self, target: Int32, rows: list[Int64], step: Int32, feeder: Int32, count: Int32) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class WithoutWeights(Feeder):
+    @cute.jit
+    def copy_weights(
+        self, target: Int32, source: Int64, biases: Int64, step: Int32, left: Int32, full: cute.Pointer
+    ) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class WithoutCopies(WithoutRows, WithoutWeights):
+    pass
+
+
+class Raw:
+    def decode_half(self, codes: Any, half: int, left: Any) -> None:
+        for k in range(8):
+            left[k] = codes[(half + k) % 5]
+
+
+class Still:
+    def multiply(self, right: Any, number: int, left: Any, sums: Any, width: int) -> None:
+        word = left[0]
+        for k in range(1, 8):
+            word ^= left[k]
+        sums[number % 4] = sums[number % 4] + Float32(word & 1)
+
+
+@dataclass(frozen=True)
+class Whole(WarpgroupExpertGemm):
+    pass
+
+
+@dataclass(frozen=True)
+class NoRows(WarpgroupExpertGemm):
+    pass
+
+
+@dataclass(frozen=True)
+class NoWeights(WarpgroupExpertGemm):
+    pass
+
+
+@dataclass(frozen=True)
+class NoCopies(WarpgroupExpertGemm):
+    pass
+
+
+@dataclass(frozen=True)
+class NoDecoding(Raw, WarpgroupExpertGemm):
+    pass
+
+
+@dataclass(frozen=True)
+class NoProducts(Still, WarpgroupExpertGemm):
+    pass
+
+
+@dataclass(frozen=True)
+class OnlyProducts(Raw, WarpgroupExpertGemm):
+    pass
+
+
+@dataclass(frozen=True)
+class OnlyCopies(Raw, Still, WarpgroupExpertGemm):
+    pass
+
+
+@dataclass(frozen=True)
+class OnlyDecoding(Still, WarpgroupExpertGemm):
+    pass
+
+
+PARTS: dict[type[WarpgroupExpertGemm], type[Feeder]] = {
+    Whole: Feeder, NoRows: WithoutRows, NoWeights: WithoutWeights, NoCopies: WithoutCopies, NoDecoding: Feeder,
+    NoProducts: Feeder, OnlyProducts: WithoutCopies, OnlyCopies: Feeder, OnlyDecoding: WithoutCopies,
+}  # fmt: skip
+
+
+def figures(layers: list[Layer], tokens: int, part: type[WarpgroupExpertGemm]) -> dict[str, Any]:
+    torch.manual_seed(tokens)
+    x, rows, _ = routed(tokens, layers[0].gate_up.experts)
+    h, y = torch.empty_like(x), torch.empty_like(x)
+    device, shape = launch.device(x), WARPGROUP_SHAPES.select(rows.most)
+    module.Feeder = PARTS[part]  # type: ignore[misc]
+
+    def call(layer: Layer, gated: bool) -> None:
+        weight, bias = (layer.gate_up, layer.gate_up_bias) if gated else (layer.down, layer.down_bias)
+        source, out = (x, h) if gated else (h, y)
+        tiling = shape.tiling(weight.columns // BLOCK, TILE_BYTES)
+        launcher = jit.load(part(device.arch, weight.experts, weight.data.shape[1], tiling, gated))
+        launch.run(
+            launcher, x, weight.data, weight.rescale, bias, source, rows.counts, rows.offsets, out, ALPHA, LIMIT,
+            device.sms,
+        )  # fmt: skip
+
+    for gated in (True, False):
+        call(layers[0], gated)
+    one, two = (per_layer(layers, lambda layer, gated=gated: call(layer, gated), replays=5) for gated in (True, False))
+    return {"tokens": tokens, "part": part.__name__, "first us": one, "second us": two, "both us": one + two}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", nargs="+", type=int, default=(512, 4096))
+    arguments = parser.parse_args()
+    begin = time.perf_counter()
+    layers = [Layer.random(MODELS["gpt-oss-120b"]) for _ in range(LAYERS)]
+    rows: list[dict[str, Any]] = []
+    for tokens in arguments.tokens:
+        for part in PARTS:
+            rows.append(figures(layers, tokens, part))
+            show(begin, rows[-1])
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
