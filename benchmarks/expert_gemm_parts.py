@@ -1,6 +1,7 @@
-"""What the time of the warpgroups' expert GEMM goes into: the kernel without one part or another, gpt-oss-120b.
+"""What the time of the warpgroups' expert GEMM goes into: the kernel without one part or another: the first layer of
+gpt-oss-120b.
 
-    python -m benchmarks.expert_gemm_parts [--tokens 512 4096]
+    python -m benchmarks.expert_gemm_parts [--tokens 4096]
 
 Results are wrong without a part; only times mean something. Parts that hide behind others cost nothing when left out.
 """
@@ -30,7 +31,7 @@ from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES
 @dataclass(frozen=True)
 class WithoutRows(Feeder):
     @cute.jit
-    def copy_rows(self, target: Int32, rows: list[Int64], step: Int32, feeder: Int32, count: Int32) -> None:
+    def copy_rows(self, target: Int32, rows: Int64, feeder: Int32, count: Int32) -> None:
         pass
 
 
@@ -73,11 +74,6 @@ class NoRows(WarpgroupExpertGemm):
 
 
 @dataclass(frozen=True)
-class NoWeights(WarpgroupExpertGemm):
-    pass
-
-
-@dataclass(frozen=True)
 class NoCopies(WarpgroupExpertGemm):
     pass
 
@@ -97,48 +93,34 @@ class OnlyProducts(Raw, WarpgroupExpertGemm):
     pass
 
 
-@dataclass(frozen=True)
-class OnlyCopies(Raw, Still, WarpgroupExpertGemm):
-    pass
-
-
-@dataclass(frozen=True)
-class OnlyDecoding(Still, WarpgroupExpertGemm):
-    pass
-
-
 PARTS: dict[type[WarpgroupExpertGemm], type[Feeder]] = {
-    Whole: Feeder, NoRows: WithoutRows, NoWeights: WithoutWeights, NoCopies: WithoutCopies, NoDecoding: Feeder,
-    NoProducts: Feeder, OnlyProducts: WithoutCopies, OnlyCopies: Feeder, OnlyDecoding: WithoutCopies,
+    Whole: Feeder, NoRows: WithoutRows, NoCopies: WithoutCopies, NoDecoding: Feeder, NoProducts: Feeder,
+    OnlyProducts: WithoutCopies,
 }  # fmt: skip
 
 
 def figures(layers: list[Layer], tokens: int, part: type[WarpgroupExpertGemm]) -> dict[str, Any]:
     torch.manual_seed(tokens)
     x, rows, _ = routed(tokens, layers[0].gate_up.experts)
-    h, y = torch.empty_like(x), torch.empty_like(x)
-    device, shape = launch.device(x), WARPGROUP_SHAPES.select(rows.most)
+    h, device = torch.empty_like(x), launch.device(x)
     module.Feeder = PARTS[part]  # type: ignore[misc]
 
-    def call(layer: Layer, gated: bool) -> None:
-        weight, bias = (layer.gate_up, layer.gate_up_bias) if gated else (layer.down, layer.down_bias)
-        source, out = (x, h) if gated else (h, y)
-        tiling = shape.tiling(weight.columns // BLOCK, TILE_BYTES)
-        launcher = jit.load(part(device.arch, weight.experts, weight.data.shape[1], tiling, gated))
+    def call(layer: Layer) -> None:
+        weight = layer.gate_up
+        tiling = WARPGROUP_SHAPES.select(rows.most).tiling(weight.columns // BLOCK, TILE_BYTES)
+        launcher = jit.load(part(device.arch, weight.experts, weight.data.shape[1], tiling, True))
         launch.run(
-            launcher, x, weight.data, weight.rescale, bias, source, rows.counts, rows.offsets, out, ALPHA, LIMIT,
+            launcher, x, weight.data, weight.rescale, layer.gate_up_bias, x, rows.counts, rows.offsets, h, ALPHA, LIMIT,
             device.sms,
         )  # fmt: skip
 
-    for gated in (True, False):
-        call(layers[0], gated)
-    one, two = (per_layer(layers, lambda layer, gated=gated: call(layer, gated), replays=5) for gated in (True, False))
-    return {"tokens": tokens, "part": part.__name__, "first us": one, "second us": two, "both us": one + two}
+    call(layers[0])
+    return {"tokens": tokens, "part": part.__name__, "first us": per_layer(layers, call, replays=5)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", nargs="+", type=int, default=(512, 4096))
+    parser.add_argument("--tokens", nargs="+", type=int, default=(4096,))
     arguments = parser.parse_args()
     begin = time.perf_counter()
     layers = [Layer.random(MODELS["gpt-oss-120b"]) for _ in range(LAYERS)]

@@ -10,7 +10,7 @@ from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute.expert_segments import list_even_segments, load_experts, load_factors
 from rose_dist.kernels.cute.expert_slots import shared_integers
-from rose_dist.kernels.cute.mxfp4_feeder import CELLS, Feeder
+from rose_dist.kernels.cute.mxfp4_feeder import Feeder
 from rose_dist.kernels.cute.mxfp4_operands import barrier, decode, load_shared, next_stage, wait
 from rose_dist.kernels.cute.swiglu import clamped_swiglu_value
 from rose_dist.kernels.dsl import (
@@ -214,7 +214,7 @@ class WarpgroupExpertGemm(jit.Kernel):
         self.load_codes(shared, stage, place, 0, codes)
         self.decode_half(codes, 0, left)
         before, step_cells = stage, tiling.stage_bytes // CELL_BYTES
-        right = right_further(right_operand(shared + tiling.ring_offset, tiling.rows), stage * step_cells)
+        right = right_further(right_operand(shared + tiling.ring_offset, tiling.cell_stride), stage * step_cells)
         for step in range(tiling.steps):
             following, parity = self.after_step(step, stage, parity)
             for block in range_constexpr(tiling.step_columns):
@@ -263,13 +263,13 @@ class WarpgroupExpertGemm(jit.Kernel):
             left[2 * k], left[2 * k + 1] = first[k], second[k]
 
     def multiply(self, right: Any, number: int, left: Any, sums: Any, width: int) -> None:
-        """Start the products of a stage's half `number`; `right` is the operand that starts at the stage's rows of x."""
+        """Start the products of a stage's half `number`; `right` begins at the stage's rows of x."""
         block, half = divmod(number, 2)
         at = half * (width // 2)
         fence_products()
         total = [sums[at + i] for i in range(width // 2)]
         for k in range(2):
-            cells = right_further(right, (block * CELLS + 2 * k) * self.tiling.rows)
+            cells = right_further(right, (2 * block + k) * self.tiling.pair_stride)
             total = multiply_add_async(total, [left[4 * k + i] for i in range(4)], cells)
         commit_products()
         for i, value in enumerate(total):
