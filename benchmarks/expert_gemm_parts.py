@@ -25,7 +25,7 @@ from rose_dist.kernels.dsl import Float32, Int32, Int64, cute
 from rose_dist.kernels.mxfp4 import BLOCK
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES
 from rose_dist.kernels.swiglu import ALPHA
-from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES
+from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES, WarpgroupTiling
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,30 @@ class WithoutWeights(Feeder):
 @dataclass(frozen=True)
 class WithoutCopies(WithoutRows, WithoutWeights):
     pass
+
+
+class OddBanks(WarpgroupTiling):
+    """The cells of a product one bank of 16 bytes apart."""
+
+    @property
+    def cell_stride(self) -> int:
+        return self.rows + 1
+
+    @property
+    def pair_stride(self) -> int:
+        return 2 * self.rows + 2
+
+
+class SameBanks(WarpgroupTiling):
+    """The cells of a product in the same banks."""
+
+    @property
+    def cell_stride(self) -> int:
+        return self.rows
+
+    @property
+    def pair_stride(self) -> int:
+        return 2 * self.rows + 1
 
 
 class Raw:
@@ -99,7 +123,9 @@ PARTS: dict[type[WarpgroupExpertGemm], type[Feeder]] = {
 }  # fmt: skip
 
 
-def figures(layers: list[Layer], tokens: int, part: type[WarpgroupExpertGemm]) -> dict[str, Any]:
+def figures(
+    layers: list[Layer], tokens: int, part: type[WarpgroupExpertGemm], kind: type[WarpgroupTiling]
+) -> dict[str, Any]:
     torch.manual_seed(tokens)
     x, rows, _ = routed(tokens, layers[0].gate_up.experts)
     h, device = torch.empty_like(x), launch.device(x)
@@ -108,6 +134,7 @@ def figures(layers: list[Layer], tokens: int, part: type[WarpgroupExpertGemm]) -
     def call(layer: Layer) -> None:
         weight = layer.gate_up
         tiling = WARPGROUP_SHAPES.select(rows.most).tiling(weight.columns // BLOCK, TILE_BYTES)
+        tiling = kind(**vars(tiling))
         launcher = jit.load(part(device.arch, weight.experts, weight.data.shape[1], tiling, True))
         launch.run(
             launcher, x, weight.data, weight.rescale, layer.gate_up_bias, x, rows.counts, rows.offsets, h, ALPHA, LIMIT,
@@ -115,7 +142,12 @@ def figures(layers: list[Layer], tokens: int, part: type[WarpgroupExpertGemm]) -
         )  # fmt: skip
 
     call(layers[0])
-    return {"tokens": tokens, "part": part.__name__, "first us": per_layer(layers, call, replays=5)}
+    return {
+        "tokens": tokens,
+        "part": part.__name__,
+        "cells": kind.__name__,
+        "first us": per_layer(layers, call, replays=5),
+    }
 
 
 def main() -> None:
@@ -126,8 +158,9 @@ def main() -> None:
     layers = [Layer.random(MODELS["gpt-oss-120b"]) for _ in range(LAYERS)]
     rows: list[dict[str, Any]] = []
     for tokens in arguments.tokens:
-        for part in PARTS:
-            rows.append(figures(layers, tokens, part))
+        arms = [(Whole, SameBanks), (Whole, OddBanks), *((part, WarpgroupTiling) for part in PARTS)]
+        for part, kind in arms:
+            rows.append(figures(layers, tokens, part, kind))
             show(begin, rows[-1])
     print(table(rows))
 
