@@ -21,10 +21,12 @@ from rose_dist.kernels import jit, launch
 from rose_dist.kernels.cute import mxfp4_experts_warpgroup as module
 from rose_dist.kernels.cute.mxfp4_experts_warpgroup import WarpgroupExpertGemm
 from rose_dist.kernels.cute.mxfp4_feeder import Feeder
+from rose_dist.kernels.cute.mxfp4_operands import barrier
 from rose_dist.kernels.dsl import Float32, Int32, Int64, cute
 from rose_dist.kernels.mxfp4 import BLOCK
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES
 from rose_dist.kernels.swiglu import ALPHA
+from rose_dist.kernels.variants import WARP
 from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES, WarpgroupTiling
 
 
@@ -47,6 +49,15 @@ class WithoutWeights(Feeder):
 @dataclass(frozen=True)
 class WithoutCopies(WithoutRows, WithoutWeights):
     pass
+
+
+@dataclass(frozen=True)
+class WithoutFences(Feeder):
+    @cute.jit
+    def announce(self, shared: Int32, number: Int32) -> None:
+        cute.arch.sync_warp()
+        if cute.arch.thread_idx()[0] % WARP == 0:
+            cute.arch.mbarrier_arrive(barrier(shared, number % self.tiling.stages))
 
 
 class OddBanks(WarpgroupTiling):
@@ -93,6 +104,11 @@ class Whole(WarpgroupExpertGemm):
 
 
 @dataclass(frozen=True)
+class NoFences(WarpgroupExpertGemm):
+    pass
+
+
+@dataclass(frozen=True)
 class NoRows(WarpgroupExpertGemm):
     pass
 
@@ -118,8 +134,8 @@ class OnlyProducts(Raw, WarpgroupExpertGemm):
 
 
 PARTS: dict[type[WarpgroupExpertGemm], type[Feeder]] = {
-    Whole: Feeder, NoRows: WithoutRows, NoCopies: WithoutCopies, NoDecoding: Feeder, NoProducts: Feeder,
-    OnlyProducts: WithoutCopies,
+    Whole: Feeder, NoFences: WithoutFences, NoRows: WithoutRows, NoCopies: WithoutCopies, NoDecoding: Feeder,
+    NoProducts: Feeder, OnlyProducts: WithoutCopies,
 }  # fmt: skip
 
 

@@ -22,16 +22,11 @@ from benchmarks.graphs import copy_rate, table
 from rose_dist.kernels.mxfp4_experts import launch_one, launch_warp_gemm, launch_warpgroup_gemm, tiling
 from rose_dist.kernels.stream_tiling import EXPERT_SHAPES
 from rose_dist.kernels.swiglu import ALPHA
-from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES, WarpgroupShape
+from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES
 
 TOKENS = (512, 1024, 2048, 4096)
-BEFORE = (
-    WarpgroupShape(widths=(16, 32, 48, 64), step_columns=3, stages=6, warpgroups=3, registers=(56, 152)),
-    WarpgroupShape(widths=(48, 72, 96, 112, 120, 128), step_columns=3, stages=5, warpgroups=2, registers=(40, 232)),
-)
 GEMMS: dict[str, Callable[..., None]] = {
     "warp": launch_warp_gemm,
-    **{f"before, {shape.widths[-1]}": partial(launch_warpgroup_gemm, shape=shape) for shape in BEFORE},
     **{str(shape.widths[-1]): partial(launch_warpgroup_gemm, shape=shape) for shape in WARPGROUP_SHAPES.variants},
 }
 """By the most rows of x that warpgroups multiply at a time."""

@@ -96,14 +96,14 @@ class Feeder:
         """Start copying a stage's columns of the segment's `count` rows, the first of which has them at `rows`.
 
         Neighbouring lanes copy neighbouring cells of a row: eight lanes' copies are one access, and what they have of a
-        sector of memory is read once. Rows beyond, up to a copy's last, become zeros.
+        sector of memory is read once.
         """
         tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
         cell, row = lane % tiling.cells, feeder * tiling.copy_rows + lane // tiling.cells
         place = target + (tiling.cell_place(cell) + row) * CELL_BYTES
-        source = rows + Int64(row) * (tiling.columns * 64) + cell * CELL_BYTES
-        every = tiling.feeders * tiling.copy_rows
-        for first in range_constexpr(0, tiling.rows, every):
-            if first + feeder * tiling.copy_rows < count:
-                live = vector.select(first + row < count, Int32(CELL_BYTES), Int32(0))
-                copy_async(place + first * CELL_BYTES, source + first * (tiling.columns * 64), Uint32(live), CELL_BYTES)
+        source, left = rows + Int64(row) * (tiling.columns * 64) + cell * CELL_BYTES, count - row
+        for first in range_constexpr(0, tiling.rows, tiling.feeders * tiling.copy_rows):
+            if first < left:
+                copy_async(
+                    place + first * CELL_BYTES, source + first * (tiling.columns * 64), Uint32(CELL_BYTES), CELL_BYTES
+                )
