@@ -109,6 +109,15 @@ class NoFences(WarpgroupExpertGemm):
 
 
 @dataclass(frozen=True)
+class FencesOfReaders(WarpgroupExpertGemm):
+    """Right too."""
+
+    def await_stage(self, shared: Any, stage: Any, parity: Any) -> None:
+        super().await_stage(shared, stage, parity)
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+
+@dataclass(frozen=True)
 class NoRows(WarpgroupExpertGemm):
     pass
 
@@ -134,7 +143,8 @@ class OnlyProducts(Raw, WarpgroupExpertGemm):
 
 
 PARTS: dict[type[WarpgroupExpertGemm], type[Feeder]] = {
-    Whole: Feeder, NoFences: WithoutFences, NoRows: WithoutRows, NoCopies: WithoutCopies, NoDecoding: Feeder,
+    Whole: Feeder, NoFences: WithoutFences, FencesOfReaders: WithoutFences, NoRows: WithoutRows,
+    NoCopies: WithoutCopies, NoDecoding: Feeder,
     NoProducts: Feeder, OnlyProducts: WithoutCopies,
 }  # fmt: skip
 

@@ -210,7 +210,7 @@ class WarpgroupExpertGemm(jit.Kernel):
         codes = cute.make_rmem_tensor(5, Uint32)
         ahead = cute.make_rmem_tensor(5, Uint32)
         left = cute.make_rmem_tensor(8, Uint32)
-        wait(barrier(shared, stage), parity)
+        self.await_stage(shared, stage, parity)
         self.load_codes(shared, stage, place, 0, codes)
         self.decode_half(codes, 0, left)
         before, step_cells = stage, tiling.stage_bytes // CELL_BYTES
@@ -226,7 +226,7 @@ class WarpgroupExpertGemm(jit.Kernel):
                 if const_expr(block + 1 < tiling.step_columns):
                     self.load_codes(shared, stage, place, block + 1, ahead)
                 else:
-                    wait(barrier(shared, following), parity)
+                    self.await_stage(shared, following, parity)
                     self.load_codes(shared, following, place, 0, ahead)
                 self.decode_half(codes, 1, left)
                 self.multiply(right, 2 * block + 1, left, sums, width)
@@ -238,6 +238,10 @@ class WarpgroupExpertGemm(jit.Kernel):
             before, stage = stage, following
         self.settle(sums, width)
         return before
+
+    def await_stage(self, shared: Any, stage: Any, parity: Any) -> None:
+        """Until a stage is full."""
+        wait(barrier(shared, stage), parity)
 
     @cute.jit
     def after_step(self, step: Int32, stage: Int32, parity: Int32) -> tuple[Int32, Int32]:
