@@ -1,6 +1,6 @@
 """The kernels of MXFP4 expert layers with many rows, gpt-oss-120b, side by side, at the sizes of prompts.
 
-    python -m benchmarks.expert_gemms [--tokens 128 512 1024 4096] [--out benchmarks/results]
+    python -m benchmarks.expert_gemms [--tokens 512 1024 2048 4096] [--kernels 160 ...] [--out benchmarks/results]
 
 Each is checked against fp32 first, those with rows in FP8 against fp32 on values quantised alike; a failed check ends
 the run. Routing is uniform, as in `benchmarks.experts`. In FP8 the first layer's time includes quantising its rows.
@@ -30,16 +30,12 @@ from rose_dist.kernels.stream_tiling import EXPERT_SHAPES
 from rose_dist.kernels.swiglu import ALPHA
 from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES
 
-TOKENS = (128, 512, 1024, 4096)
-FEW_ROWS_TOKENS = 1024
-"""Above, the kernel of few rows streams the weights too often to be of interest."""
-UP_TO_64, UP_TO_128 = WARPGROUP_SHAPES.variants
+TOKENS = (512, 1024, 2048, 4096)
 GEMMS: dict[str, Callable[..., None]] = {
     "warp": launch_warp_gemm,
-    "warpgroups 64": partial(launch_warpgroup_gemm, shape=UP_TO_64),
-    "warpgroups 128": partial(launch_warpgroup_gemm, shape=UP_TO_128),
+    **{str(shape.widths[-1]): partial(launch_warpgroup_gemm, shape=shape) for shape in WARPGROUP_SHAPES.variants},
 }
-"""By the rows that they multiply at a time."""
+"""By the most rows of x that warpgroups multiply at a time."""
 FP8_64, FP8_160 = E4M3_SHAPES.variants
 FP8 = {
     "fp8 rows 64": FP8_64,
@@ -111,6 +107,7 @@ def fp8_figures(layers: list[Layer], tokens: int, name: str, rate: float) -> dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    parser.add_argument("--kernels", nargs="+", default=list(GEMMS), choices=("few rows", *GEMMS))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     begin = time.perf_counter()
@@ -119,7 +116,7 @@ def main() -> None:
     layers = [Layer.random(MODELS["gpt-oss-120b"]) for _ in range(LAYERS)]
     rows: list[dict[str, Any]] = []
     for tokens in arguments.tokens:
-        for name in ("few rows", *GEMMS) if tokens <= FEW_ROWS_TOKENS else GEMMS:
+        for name in arguments.kernels:
             rows.append(figures(layers, tokens, name, rate))
             show(begin, rows[-1])
         for name in FP8:

@@ -19,12 +19,17 @@ CELL_BYTES = 16
 """8 bf16 of one column of the right operand: what is contiguous in shared memory."""
 
 
-def right_operand(address: Any, columns: int) -> Any:
-    """The lower half of the descriptor of a right operand that lies at a shared address: cells [depth / 8, `columns`],
-    of which the first 16 in depth are multiplied. The upper half is always `_UPPER`.
+def right_operand(address: Any, stride: int) -> Any:
+    """The lower half of the descriptor of a right operand that lies at a shared address: a cell for each column, and
+    `stride` cells further those of the next 8 in depth. The upper half is always `_UPPER`.
     """
     # PTX ISA, matrix descriptor, no swizzle: address / 16 in 14 bits, then from bit 16 the distance / 16 of depth 8.
-    return ((Uint32(address) & Uint32(0x3FFFF)) >> Uint32(4)) | Uint32(columns << 16)
+    return ((Uint32(address) & Uint32(0x3FFFF)) >> Uint32(4)) | Uint32(stride << 16)
+
+
+def right_further(right: Any, cells: Any) -> Any:
+    """The right operand that starts so many cells after `right`."""
+    return right + Uint32(cells)  # shared memory ends below 2^18 bytes: nothing is carried out of the address
 
 
 _UPPER = 8 * CELL_BYTES // 16

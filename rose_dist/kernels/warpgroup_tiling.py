@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from rose_dist.kernels.variants import WARP, Ranges, divisor
 
 WARPGROUP = 4
 """Warps."""
-ROW_GROUP = 8
-"""Rows of x that a feeding warp copies at a time."""
+BLOCK_CELLS = 4
+"""Of 8 columns, in a scale block."""
 REGISTERS = 65536
 """Of an SM."""
 BIAS_BYTES = 64
@@ -43,6 +44,7 @@ class WarpgroupTiling:
     def __post_init__(self) -> None:
         assert all(width % 8 == 0 for width in self.widths), self.widths
         assert self.stages > MARGIN, self.stages
+        assert WARP % self.cells == 0, self.step_columns
         feeding, computing = self.registers
         # A thread that asks for more than its block was launched with waits for ever.
         assert feeding + self.warpgroups * computing <= (1 + self.warpgroups) * self.launch_registers, self.registers
@@ -77,9 +79,34 @@ class WarpgroupTiling:
         return self.columns // self.step_columns
 
     @property
+    def cells(self) -> int:
+        """Of a row of x, in a stage."""
+        return self.step_columns * BLOCK_CELLS
+
+    @property
+    def copy_rows(self) -> int:
+        """Rows of x that a feeding warp copies at a time, a cell a lane."""
+        return WARP // self.cells
+
+    @property
+    def cell_stride(self) -> int:
+        """From a row's even cell to the next one, in cells: the two that a product reads together are in different
+        banks of shared memory, four rows at a time."""
+        return self.rows + 4
+
+    @property
+    def pair_stride(self) -> int:
+        """From two cells to the next two: eight cells of a row are in different banks."""
+        return 2 * self.rows + 5
+
+    def cell_place(self, cell: Any) -> Any:
+        """Of cell number `cell` of a stage's first row, in cells. Those of the rows after it follow."""
+        return cell // 2 * self.pair_stride + cell % 2 * self.cell_stride
+
+    @property
     def x_bytes(self) -> int:
         """Of all rows of x in a stage."""
-        return self.rows * self.step_columns * 64
+        return self.cells // 2 * self.pair_stride * 16
 
     @property
     def tile_row_bytes(self) -> int:
@@ -130,11 +157,12 @@ class WarpgroupShape:
 
 
 WARPGROUP_SHAPES = Ranges(
-    (0, 65),
+    (0, 33, 57, 89),
     (
-        WarpgroupShape(widths=(16, 32, 48, 64), step_columns=3, stages=6, warpgroups=3, registers=(56, 152)),
-        WarpgroupShape(widths=(48, 72, 96, 112, 120, 128), step_columns=3, stages=5, warpgroups=2, registers=(40, 232)),
+        WarpgroupShape(widths=(8, 16, 24, 32), step_columns=2, stages=11, warpgroups=3, registers=(56, 152)),
+        WarpgroupShape(widths=(24, 32, 40, 56), step_columns=2, stages=9, warpgroups=3, registers=(56, 152)),
+        WarpgroupShape(widths=(56, 72, 80), step_columns=2, stages=8, warpgroups=3, registers=(32, 160)),
+        WarpgroupShape(widths=(96, 128, 144, 160), step_columns=2, stages=7, warpgroups=2, registers=(40, 232)),
     ),
 )
-"""By the rows that an expert may have. Each width takes the assembler 8 more registers, so there is room for 5 behind
-128. With those, experts of about 128 rows are multiplied as if they had 7 % more."""
+"""By the rows that an expert may have. The widest takes a computing thread a register a row, and each width 8 more."""

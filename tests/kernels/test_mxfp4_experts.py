@@ -118,7 +118,7 @@ def test_many_rows_in_rings_that_items_do_not_divide(
     if gpu.real or not gpu.info.arch.hopper:
         pytest.skip("of the kernel of warpgroups, in schedules of the interpreter")
     gpu.info = replace(gpu.info, sms=1)
-    shape = replace(WARPGROUP_SHAPES.variants[1], widths=(8, 40, 104), step_columns=1, stages=stages)
+    shape = replace(WARPGROUP_SHAPES.variants[-1], widths=(8, 40, 104), step_columns=1, stages=stages)
     monkeypatch.setattr(mxfp4_experts, "WARPGROUP_SHAPES", Ranges((0,), (shape,)))
     layer = Layer(counts, columns * 32, 32)
     for gpu.seed in range(2):
@@ -310,8 +310,8 @@ def test_too_many_rows_or_columns(gpu: Any) -> None:
 
     few, wide = zeros(32), zeros(720 * 32)
     counts, offsets = gpu.tensor(torch.zeros(1, dtype=torch.int32)), gpu.tensor(torch.zeros(2, dtype=torch.int64))
-    for most, allowed in ((1, 4095), (100, 1023 * (128 if gpu.info.arch.hopper else 64))):
-        with pytest.raises(KernelArgumentError, match=f"x: has 131072 rows; at most {allowed}"):
-            expert_linear(gpu.tensor(torch.zeros(131072, 32).bfloat16()), few, None, ExpertRows(counts, offsets, most))
+    for most, allowed in ((1, 4095), (100, 1023 * (160 if gpu.info.arch.hopper else 64))):
+        with pytest.raises(KernelArgumentError, match=f"x: has 196608 rows; at most {allowed}"):
+            expert_linear(gpu.tensor(torch.zeros(196608, 32).bfloat16()), few, None, ExpertRows(counts, offsets, most))
     with pytest.raises(KernelArgumentError, match="columns, which take"):
         expert_linear(gpu.tensor(torch.zeros(1, 720 * 32).bfloat16()), wide, None, ExpertRows(counts, offsets, 1))

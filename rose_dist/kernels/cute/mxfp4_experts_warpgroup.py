@@ -10,7 +10,7 @@ from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute.expert_segments import list_even_segments, load_experts, load_factors
 from rose_dist.kernels.cute.expert_slots import shared_integers
-from rose_dist.kernels.cute.mxfp4_feeder import CELLS, Feeder
+from rose_dist.kernels.cute.mxfp4_feeder import Feeder
 from rose_dist.kernels.cute.mxfp4_operands import barrier, decode, load_shared, next_stage, wait
 from rose_dist.kernels.cute.swiglu import clamped_swiglu_value
 from rose_dist.kernels.dsl import (
@@ -35,6 +35,7 @@ from rose_dist.kernels.warpgroup_matrix import (
     commit_products,
     fence_products,
     multiply_add_async,
+    right_further,
     right_operand,
 )
 from rose_dist.kernels.warpgroup_tiling import BIAS_BYTES, WARPGROUP, WarpgroupTiling
@@ -206,59 +207,74 @@ class WarpgroupExpertGemm(jit.Kernel):
         products under way there, has each wait for the one before (ptxas C7513).
         """
         tiling = self.tiling
-        codes = cute.make_rmem_tensor(5 * tiling.step_columns, Uint32)
+        codes = cute.make_rmem_tensor(5, Uint32)
+        ahead = cute.make_rmem_tensor(5, Uint32)
         left = cute.make_rmem_tensor(8, Uint32)
-        wait(barrier(shared, stage), parity)
-        self.load_codes(shared, stage, place, codes)
+        self.await_stage(shared, stage, parity)
+        self.load_codes(shared, stage, place, 0, codes)
         self.decode_half(codes, 0, left)
-        before = stage
+        before, step_cells = stage, tiling.stage_bytes // CELL_BYTES
+        right = right_further(right_operand(shared + tiling.ring_offset, tiling.cell_stride), stage * step_cells)
         for step in range(tiling.steps):
-            ring = shared + tiling.ring_offset + stage * tiling.stage_bytes
-            for i in range_constexpr(2 * tiling.step_columns):
-                self.multiply(ring, i, left, sums, width)
+            following, parity = self.after_step(step, stage, parity)
+            for block in range_constexpr(tiling.step_columns):
+                self.multiply(right, 2 * block, left, sums, width)
                 await_products(1)
-                if const_expr(i + 1 < 2 * tiling.step_columns):
-                    self.decode_half(codes, i + 1, left)
-                else:
-                    before = stage
-                    stage, parity = next_stage(stage, parity, tiling.stages)
-                    if step + 1 < tiling.steps:
-                        wait(barrier(shared, stage), parity)
-                        self.load_codes(shared, stage, place, codes)
-                    self.decode_half(codes, 0, left)
-                if const_expr(i == 0):
+                if const_expr(block == 0):
                     if step > 0:
                         self.release(shared, before)
+                if const_expr(block + 1 < tiling.step_columns):
+                    self.load_codes(shared, stage, place, block + 1, ahead)
+                else:
+                    self.await_stage(shared, following, parity)
+                    self.load_codes(shared, following, place, 0, ahead)
+                self.decode_half(codes, 1, left)
+                self.multiply(right, 2 * block + 1, left, sums, width)
+                await_products(1)
+                for i in range_constexpr(5):
+                    codes[i] = ahead[i]
+                self.decode_half(codes, 0, left)
+            right = right_further(right, (following - stage) * step_cells)
+            before, stage = stage, following
         self.settle(sums, width)
         return before
 
-    def load_codes(self, shared: Any, stage: Any, place: Any, codes: Any) -> None:
-        """A stage's codes and scales, 5 words a block."""
+    def await_stage(self, shared: Any, stage: Any, parity: Any) -> None:
+        """Until a stage is full."""
+        wait(barrier(shared, stage), parity)
+
+    @cute.jit
+    def after_step(self, step: Int32, stage: Int32, parity: Int32) -> tuple[Int32, Int32]:
+        """The stage and parity that come after an item's step; the same again after its last."""
+        following, next_parity = next_stage(stage, parity, self.tiling.stages)
+        if step == self.tiling.steps - 1:
+            following, next_parity = stage, parity
+        return following, next_parity
+
+    def load_codes(self, shared: Any, stage: Any, place: Any, block: int, codes: Any) -> None:
+        """A scale block's codes and scales, 5 words."""
         tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
         weights = shared + tiling.ring_offset + tiling.x_bytes + stage * tiling.stage_bytes
-        weights += place * tiling.tile_row_bytes
-        for block in range(tiling.step_columns):
-            words = load_shared(weights + block * TILE_BYTES + lane * 16, 4)
-            words += load_shared(weights + block * TILE_BYTES + CODE_BYTES + lane // 4 * 4, 1)
-            for i, word in enumerate(words):
-                codes[5 * block + i] = word
+        weights += place * tiling.tile_row_bytes + block * TILE_BYTES
+        words = load_shared(weights + lane * 16, 4) + load_shared(weights + CODE_BYTES + lane // 4 * 4, 1)
+        for i, word in enumerate(words):
+            codes[i] = word
 
-    def decode_half(self, codes: Any, number: int, left: Any) -> None:
-        """Half `number` of a stage, 16 rows by a scale block, as the left operands of two products."""
-        block, half = divmod(number, 2)
-        first, second = (decode(codes[5 * block + i], codes[5 * block + 4], i) for i in (2 * half, 2 * half + 1))
+    def decode_half(self, codes: Any, half: int, left: Any) -> None:
+        """16 rows by a scale block, as the left operands of two products."""
+        first, second = (decode(codes[i], codes[4], i) for i in (2 * half, 2 * half + 1))
         for k in range(4):
             left[2 * k], left[2 * k + 1] = first[k], second[k]
 
-    def multiply(self, ring: Any, number: int, left: Any, sums: Any, width: int) -> None:
-        """Start the products of a stage's half `number`."""
+    def multiply(self, right: Any, number: int, left: Any, sums: Any, width: int) -> None:
+        """Start the products of a stage's half `number`; `right` begins at the stage's rows of x."""
         block, half = divmod(number, 2)
-        rows, at = self.tiling.rows, half * (width // 2)
+        at = half * (width // 2)
         fence_products()
         total = [sums[at + i] for i in range(width // 2)]
         for k in range(2):
-            right = right_operand(ring + (block * CELLS + 2 * k) * (rows * CELL_BYTES), rows)
-            total = multiply_add_async(total, [left[4 * k + i] for i in range(4)], right)
+            cells = right_further(right, (2 * block + k) * self.tiling.pair_stride)
+            total = multiply_add_async(total, [left[4 * k + i] for i in range(4)], cells)
         commit_products()
         for i, value in enumerate(total):
             sums[at + i] = value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from rose_dist.kernels import ptx, vector
 from rose_dist.kernels.cute.mxfp4_operands import barrier, next_stage, wait
@@ -12,15 +11,12 @@ from rose_dist.kernels.mxfp4_layout import TILE_BYTES
 from rose_dist.kernels.variants import WARP
 from rose_dist.kernels.warp_matrix import await_copies, commit_copies, copy_async
 from rose_dist.kernels.warpgroup_matrix import CELL_BYTES
-from rose_dist.kernels.warpgroup_tiling import BIAS_BYTES, ROW_GROUP, WarpgroupTiling
-
-CELLS = 4
-"""Of 8 columns, in a scale block."""
+from rose_dist.kernels.warpgroup_tiling import BIAS_BYTES, WarpgroupTiling
 
 
 @dataclass(frozen=True)
 class Feeder:
-    """The feeding warps: each copies every fourth 8 rows of x, the first one all weights and biases too.
+    """The feeding warps: each copies every fourth few rows of x, the first one all weights and biases too.
 
     Bulk copies announce themselves. Of its other copies a warp awaits those of `late` stages ago whenever it has
     started a stage's, and announces them: so x is asked for as early as weights are, across the borders of items.
@@ -48,13 +44,13 @@ class Feeder:
             biases = Int64(0)
             if bias != 0:
                 biases = bias + (Int64(expert) * self.tiles + tile) * BIAS_BYTES
-            rows = self.row_addresses(x, start, feeder, count)
+            rows = x + Int64(start) * (tiling.columns * 64)
             for step in range(tiling.steps):
                 wait(barrier(shared, stage + tiling.stages), parity)
                 target = shared + tiling.ring_offset + stage * tiling.stage_bytes
                 if feeder == 0:
                     self.copy_weights(target, source, biases, step, self.tiles - tile, barrier(shared, stage))
-                self.copy_rows(target, rows, step, feeder, count)
+                self.copy_rows(target, rows + Int64(step) * (tiling.step_columns * 64), feeder, count)
                 commit_copies()
                 if number >= tiling.late:
                     await_copies(tiling.late)
@@ -95,26 +91,19 @@ class Feeder:
             place = target + tiling.x_bytes + lane * size
             ptx.stream_to_shared(place, source + Int64(step) * size, size, full.toint())
 
-    def row_addresses(self, x: Any, start: Any, feeder: Any, count: Any) -> Any:
-        """Where this lane's cell of a scale block begins, in its row of each 8 or the last one for any beyond."""
-        lane = cute.arch.thread_idx()[0] % WARP
-        own = [first + feeder * ROW_GROUP + lane % ROW_GROUP for first in self.firsts]
-        rows = [vector.min_of(row, count - 1) + start for row in own]
-        return [x + Int64(row) * (self.tiling.columns * 64) + lane // ROW_GROUP * CELL_BYTES for row in rows]
-
-    @property
-    def firsts(self) -> range:
-        """Rows of x from one of which on all feeding warps copy 8 each."""
-        return range(0, self.tiling.rows, self.tiling.feeders * ROW_GROUP)
-
     @cute.jit
-    def copy_rows(self, target: Int32, rows: list[Int64], step: Int32, feeder: Int32, count: Int32) -> None:
-        """Start copying a stage's rows. Lane 8c + r copies of row r of 8 each scale block's cell c."""
+    def copy_rows(self, target: Int32, rows: Int64, feeder: Int32, count: Int32) -> None:
+        """Start copying a stage's columns of the segment's `count` rows, the first of which has them at `rows`.
+
+        Neighbouring lanes copy neighbouring cells of a row: eight lanes' copies are one access, and what they have of a
+        sector of memory is read once.
+        """
         tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
-        behind = Int64(step) * (tiling.step_columns * 64)
-        own = target + (lane // ROW_GROUP * tiling.rows + feeder * ROW_GROUP + lane % ROW_GROUP) * CELL_BYTES
-        for i in range_constexpr(len(self.firsts)):
-            if self.firsts[i] + feeder * ROW_GROUP < count:
-                for block in range_constexpr(tiling.step_columns):
-                    place = own + (block * CELLS * tiling.rows + self.firsts[i]) * CELL_BYTES
-                    copy_async(place, rows[i] + (behind + block * 64), Uint32(CELL_BYTES), CELL_BYTES)
+        cell, row = lane % tiling.cells, feeder * tiling.copy_rows + lane // tiling.cells
+        place = target + (tiling.cell_place(cell) + row) * CELL_BYTES
+        source, left = rows + Int64(row) * (tiling.columns * 64) + cell * CELL_BYTES, count - row
+        for first in range_constexpr(0, tiling.rows, tiling.feeders * tiling.copy_rows):
+            if first < left:
+                copy_async(
+                    place + first * CELL_BYTES, source + first * (tiling.columns * 64), Uint32(CELL_BYTES), CELL_BYTES
+                )
