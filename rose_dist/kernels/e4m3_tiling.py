@@ -8,6 +8,9 @@ from rose_dist.kernels.mxfp4_layout import TILE_BYTES, TILE_ROWS
 from rose_dist.kernels.variants import Ranges
 from rose_dist.kernels.warpgroup_tiling import BIAS_BYTES, WarpgroupShape, WarpgroupTiling
 
+ROW_GROUP = 8
+"""Rows of x whose cells lie together."""
+
 
 @dataclass(frozen=True)
 class E4m3Tiling(WarpgroupTiling):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rose_dist.kernels import checks, launch
 from rose_dist.kernels.arch import device_info
-from rose_dist.kernels.e4m3_tiling import E4M3_SHAPES, E4m3Shape
+from rose_dist.kernels.e4m3_tiling import E4M3_SHAPES, ROW_GROUP, E4m3Shape
 from rose_dist.kernels.errors import UnsupportedArchError
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.formats import E4M3_MAX, MIN_AMAX
@@ -24,7 +24,6 @@ from rose_dist.kernels.mxfp4 import BLOCK, SCALE_BIAS, dequantize_mxfp4
 from rose_dist.kernels.mxfp4_experts import ExpertLayer, ExpertRows, check_layer
 from rose_dist.kernels.mxfp4_layout import EXPONENT_BIAS, PackedMxfp4
 from rose_dist.kernels.swiglu import ALPHA, clamped_swiglu
-from rose_dist.kernels.warpgroup_tiling import ROW_GROUP
 
 GROUPS = PackedLayout(ROW_GROUP)
 """Rows of codes stand in groups of 8, each an expert's alone: [groups, columns / 16, 8, 16]. Of 16 columns, number c

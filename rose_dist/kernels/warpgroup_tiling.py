@@ -44,7 +44,6 @@ class WarpgroupTiling:
     def __post_init__(self) -> None:
         assert all(width % 8 == 0 for width in self.widths), self.widths
         assert self.stages > MARGIN, self.stages
-        assert WARP % self.cells == 0, self.step_columns
         feeding, computing = self.registers
         # A thread that asks for more than its block was launched with waits for ever.
         assert feeding + self.warpgroups * computing <= (1 + self.warpgroups) * self.launch_registers, self.registers

@@ -8,10 +8,10 @@ from typing import Any
 from rose_dist.kernels import ptx, vector
 from rose_dist.kernels.cute.mxfp4_operands import barrier, next_stage, wait
 from rose_dist.kernels.dsl import Int32, Int64, cute
-from rose_dist.kernels.e4m3_tiling import E4m3Tiling
+from rose_dist.kernels.e4m3_tiling import ROW_GROUP, E4m3Tiling
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES, TILE_ROWS
 from rose_dist.kernels.variants import WARP
-from rose_dist.kernels.warpgroup_tiling import BIAS_BYTES, ROW_GROUP
+from rose_dist.kernels.warpgroup_tiling import BIAS_BYTES
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from rose_dist.kernels.dsl import (
     cutlass,
     range_constexpr,
 )  # fmt: skip
-from rose_dist.kernels.e4m3_tiling import E4m3Tiling
+from rose_dist.kernels.e4m3_tiling import ROW_GROUP, E4m3Tiling
 from rose_dist.kernels.mxfp4_e4m3 import ACTIVATION_EXPONENT, GROUPS
 from rose_dist.kernels.mxfp4_layout import CODE_BYTES, TILE_BYTES
 from rose_dist.kernels.variants import WARP
@@ -38,7 +38,7 @@ from rose_dist.kernels.warpgroup_matrix import (
     grouped_operand,
     multiply_add_e4m3_async,
 )
-from rose_dist.kernels.warpgroup_tiling import BIAS_BYTES, ROW_GROUP, WARPGROUP
+from rose_dist.kernels.warpgroup_tiling import BIAS_BYTES, WARPGROUP
 
 SEGMENTS = 1024
 """Most (expert, rows of x at a time) pairs of a launch."""

@@ -26,6 +26,9 @@ class Feeder:
     """Groups of 32 rows of a matrix."""
     tiling: WarpgroupTiling
 
+    def __post_init__(self) -> None:
+        assert WARP % self.tiling.cells == 0, self.tiling
+
     @cute.jit
     def run(
         self, shared: Int32, weights: Int64, bias: Int64, x: Int64, segments: list[cute.Tensor], items: Int32,

@@ -9,9 +9,9 @@ from typing import Any
 from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.dsl import BFloat16, Float32, Int32, Int64, Stream, Uint32, cute, range_constexpr
+from rose_dist.kernels.e4m3_tiling import ROW_GROUP
 from rose_dist.kernels.formats import E4M3_MAX, MIN_AMAX
 from rose_dist.kernels.variants import WARP
-from rose_dist.kernels.warpgroup_tiling import ROW_GROUP
 
 CELL = 16
 """Columns that a lane takes at a time."""
