@@ -191,7 +191,7 @@ class GptOssForCausalLM(nn.Module):
 
     @property
     def moe_layers(self) -> list[MoE]:
-        return [module for module in self.model.modules() if isinstance(module, MoE)]
+        return [layer.mlp for layer in self.model.decoder_layers]
 
     def check(self) -> None:
         """Raise if a kernel has waited for another in vain; to be called after a step, reads host memory only."""
