@@ -3,8 +3,8 @@ inputs, reads tokens and delivers them. Runs without a GPU.
 
     python -m benchmarks.host_steps [--prompts 128 1024 4000] [--batches 1 64 128] [--profile] [--out FOLDER]
 
-A prompt's time is in three parts: before the model's launch, for which a device with nothing else to do waits; after it,
-while a device works; and when the token is there. Decode steps of so many requests of 1,024 tokens are turns in the
+A prompt's time is in three parts: before the model's launch, for which a device with nothing else to do waits; after
+it, while a device works; and when the token is there. Decode steps of so many requests of 1,024 tokens are turns in the
 middle of a long run: the median, the most, and what of all is Python's garbage collector. Processor time of this
 thread, so other work on the machine hardly counts. A frontend's part is in `benchmarks.frontend`.
 """
