@@ -94,8 +94,6 @@ class Server:
         """As in `engine.loop.serve`."""
         engine, mailbox = self.engine, self._mailbox
         mailbox.receive(engine)
-        engine.scheduler.update_gauges()
-        mailbox.deliver([], engine.scheduler.stats)
         mailbox.deliver(engine.step()[1], engine.scheduler.stats)
 
     def drain(self) -> None:
