@@ -31,8 +31,10 @@ class BlockPool:
         return self.size - len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Blocks of the caller's own, their old content forgotten. At least as many must be free."""
-        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        """Blocks of the caller's own, their old content forgotten, in ascending order: attention reads keys where they
+        are if their blocks follow one another. At least as many must be free.
+        """
+        blocks = sorted(self._free.popitem(last=False)[0] for _ in range(count))
         for block in blocks:
             content = self._hash[block]
             if content is not None:
