@@ -155,7 +155,7 @@ class Pass:
 
     def graphed(self) -> Callable[[], None]:
         """The same step by prefill graphs, captured here."""
-        graphs = PrefillGraphs(self.model, self.runner.storages, (self.step.token_count,))
+        graphs = PrefillGraphs(self.model, self.runner.storages, self.runner.sampled, (self.step.token_count,))
         graphs.capture()
 
         @torch.inference_mode()

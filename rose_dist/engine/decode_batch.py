@@ -64,12 +64,10 @@ class DecodeBatch:
         self._sent: list[list[list[int]]] = [[[] for _ in range(rows)] for _ in self.shapes]
 
     def forward_batch(self, size: int) -> ForwardBatch:
-        """What the model takes for a batch of `size` rows; all tensors but the token ids stay at their place."""
+        """What the model takes for a batch of `size` rows; all tensors stay at their place."""
         numbers = self._numbers.device
         wide, narrow = numbers[:, :size], self._narrow(numbers)[:, :size]
         live = narrow[0, :1]
-        given = wide[0]
-        token_ids = torch.where(given < 0, self._sampled[(-1 - given).clamp_(min=0)], given)
         groups = tuple(
             GroupBatch(
                 storage,
@@ -83,7 +81,7 @@ class DecodeBatch:
             )
             for i, (shape, storage, table) in enumerate(zip(self.shapes, self.storages, self._tables, strict=True))
         )  # fmt: skip
-        return ForwardBatch(token_ids, wide[1], None, groups, live_rows=live)
+        return ForwardBatch(wide[0], wide[1], None, groups, live_rows=live, sampled=self._sampled)
 
     def rules(self, size: int) -> Tensor:
         """int64 [4, size], what `fill` was given."""

@@ -30,8 +30,11 @@ logger = logging.getLogger(__name__)
 class PrefillGraphs:
     """Captured once the model is there and its kernels have run; serves steps of 1 to `ladder[-1]` tokens."""
 
-    def __init__(self, model: GptOssForCausalLM, storages: Sequence[KVStorage], ladder: Sequence[int]) -> None:
-        self._model, self._storages = model, tuple(storages)
+    def __init__(
+        self, model: GptOssForCausalLM, storages: Sequence[KVStorage], sampled: Tensor, ladder: Sequence[int]
+    ) -> None:
+        """`sampled`: the tokens of the step before, see `ModelRunner`."""
+        self._model, self._storages, self._sampled = model, tuple(storages), sampled
         self.ladder = tuple(sorted(ladder))
         device, rows = storages[0].keys.device, self.ladder[-1]
         self._numbers = torch.zeros(TokenNumbers.lines(len(storages)) * rows, dtype=torch.int64, device=device)
@@ -94,7 +97,9 @@ class PrefillGraphs:
             GroupBatch(storage, numbers.slots(number), (_Cut(number, recording),))
             for number, storage in enumerate(self._storages)
         )
-        batch = ForwardBatch(numbers.token_ids, numbers.positions, None, groups, live_rows=numbers.live)
+        batch = ForwardBatch(
+            numbers.token_ids, numbers.positions, None, groups, live_rows=numbers.live, sampled=self._sampled
+        )
         hidden: Tensor = self._model.model(batch)
         return hidden
 

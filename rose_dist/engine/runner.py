@@ -54,7 +54,7 @@ class ModelRunner:
         self._planners: list[AttentionPlanner] = [self._planner(number) for number in range(len(self.specs))]
         self._graphs = self._decode_graphs() if config.ladder else None
         self._prefill_graphs = (
-            PrefillGraphs(model, self.storages, config.prefill_ladder) if config.prefill_ladder else None
+            PrefillGraphs(model, self.storages, self.sampled, config.prefill_ladder) if config.prefill_ladder else None
         )
 
     def _planner(self, number: int) -> AttentionPlanner:
@@ -145,11 +145,7 @@ class ModelRunner:
         )
         logits_rows = put(np.array(wanted, np.int64))
         self._inputs.send()
-        if array[0].min(initial=0) < 0:
-            fill_in(numbers.token_ids, self.sampled)
-        return ForwardBatch(numbers.token_ids[:tokens], numbers.positions[:tokens], logits_rows, groups), numbers
-
-
-def fill_in(ids: Tensor, sampled: Tensor) -> None:
-    """Put `sampled[r]` in place of −1 − r."""
-    ids.copy_(torch.where(ids < 0, sampled[(-1 - ids).clamp_(min=0)], ids))
+        batch = ForwardBatch(
+            numbers.token_ids[:tokens], numbers.positions[:tokens], logits_rows, groups, sampled=self.sampled
+        )
+        return batch, numbers

@@ -127,8 +127,8 @@ class GptOssModel(nn.Module):
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """[tokens, hidden], normalised, of the rows whose logits are wanted."""
-        cos, sin = self.cos[batch.positions], self.sin[batch.positions]
-        x, residual = self.embed_tokens(batch.token_ids), None
+        x, cos, sin = self.embed_tokens(batch, self.cos, self.sin)
+        residual = None
         if self._takes_few(x, batch):
             normed = self._forward_few(x, cos, sin, batch)
             return normed if batch.logits_rows is None else normed[batch.logits_rows]

@@ -115,7 +115,7 @@ def test_prefill_and_mixed_steps_are_those_of_the_cpu(tmp_path: Path, monkeypatc
     expected = [plain.run(step) for step in steps]
     runner, _, place = emulated_runner(tmp_path, options, monkeypatch)
     record(monkeypatch)
-    graphs = PrefillGraphs(runner.model, runner.storages, (12, 16))
+    graphs = PrefillGraphs(runner.model, runner.storages, runner.sampled, (12, 16))
     graphs._numbers = place(graphs._numbers)
     graphs.capture()
     runner._prefill_graphs = graphs
