@@ -82,7 +82,7 @@ class Sampler:
         logprobs = None
         if plain is not None:
             logprobs = _Logprobs.of(plain, tokens[rules.logprob_rows], rules)
-        return Drawn(ToHost.of(tokens), logprobs)
+        return Drawn(self._device_draw.told(len(requests)) if drawn_early else ToHost.of(tokens), logprobs)
 
     def _draw(self, logits: Tensor, requests: list[Request], rules: _Rules) -> Tensor:
         if self._device_draw.fits(logits):

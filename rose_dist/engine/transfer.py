@@ -29,9 +29,12 @@ class ToHost:
         if not tensor.is_cuda:
             return cls(tensor, None)
         copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
-        return cls(copied, arrived)
+        return cls(copied, _now())
+
+    @classmethod
+    def written(cls, memory: Tensor, by: torch.device) -> ToHost:
+        """The host's memory, which launches on a device up to now write."""
+        return cls(memory, None if by.type == "cpu" else _now())
 
     @property
     def there(self) -> bool:
@@ -43,3 +46,9 @@ class ToHost:
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._tensor
+
+
+def _now() -> torch.cuda.Event:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
