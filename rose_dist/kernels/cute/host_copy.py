@@ -19,7 +19,8 @@ def launcher(arch: Arch, indirect: bool) -> jit.Launcher:
 
 @dataclass(frozen=True)
 class CopyWords(jit.Kernel):
-    """
+    """No launch begins before its end: some read what it brings before they wait for the one before them.
+
     indirect: the target's address stands where `target` points to; 0 there is none.
     """
 
@@ -36,7 +37,6 @@ class CopyWords(jit.Kernel):
     def kernel(self, source: Int64, target: Int64, words: Int32) -> None:
         word = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
         cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
         if self.indirect:
             target = Int64(vector.scalar(target, Int64)[0])
         if (word < words) & (target != 0):
