@@ -131,7 +131,8 @@ class Pass:
         blocks = list(range(-(-tokens // BLOCK)))
         sequences = [SequenceStep([1], 20, [(0, [2 * i, 2 * i + 1])] * 2, True) for i in range(decodes)]
         self.step = Step([*sequences, SequenceStep([1] * tokens, 0, [(0, blocks)] * 2, True)])
-        self.batch: ForwardBatch = self.runner._batch(self.step)
+        self.batch: ForwardBatch
+        self.batch, self.numbers = self.runner._numbered_batch(self.step, self.step.token_count)
 
     def _pass_for_gpu(self) -> None:
         """Plan and exchange as on a GPU."""
@@ -154,12 +155,12 @@ class Pass:
 
     def graphed(self) -> Callable[[], None]:
         """The same step by prefill graphs, captured here."""
-        graphs = PrefillGraphs(self.model, self.runner.storages, (self.step.token_count,))
+        graphs = PrefillGraphs(self.model, self.runner.storages, self.runner.sampled, (self.step.token_count,))
         graphs.capture()
 
         @torch.inference_mode()
         def run() -> None:
-            graphs.run(self.batch)
+            graphs.run(self.batch, self.numbers)
 
         return run
 

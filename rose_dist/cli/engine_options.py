@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import os
@@ -263,4 +264,6 @@ def load_engine(world: World, groups: Groups, config: EngineConfig) -> Engine:
         engine.scheduler.kv.capacity,
         engine.runner.kv_bytes / 1e9,
     )
+    gc.collect()
+    gc.freeze()  # a collection of all generations in the middle of a step would go over every library's objects
     return engine

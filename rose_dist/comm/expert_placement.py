@@ -71,8 +71,17 @@ class Placement:
 
     def rank_loads(self, load: npt.ArrayLike) -> FloatArray:
         """[ranks], from the experts' [experts]: an expert's slots share its load."""
-        shares = np.asarray(load, np.float64) / [len(slots) for slots in self.replicas]
-        return np.array([shares[list(self.of_rank(rank))].sum() for rank in range(self.ranks)])
+        loads: FloatArray = np.asarray(load, np.float64) @ self._shares
+        return loads
+
+    @cached_property
+    def _shares(self) -> FloatArray:
+        """[experts, ranks]: what part of an expert's load falls on each rank."""
+        shares = np.zeros((self.num_experts, self.ranks))
+        for rank in range(self.ranks):
+            for expert in self.of_rank(rank):
+                shares[expert, rank] += 1 / len(self.replicas[expert])
+        return shares
 
 
 def balance(placements: Iterable[Placement], loads: Iterable[npt.ArrayLike]) -> float:

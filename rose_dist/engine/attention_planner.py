@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from rose_dist.engine.step import SequenceStep
 from rose_dist.kernels.attention import AttentionBlock
@@ -20,8 +21,8 @@ PADDING = 64
 
 
 class AttentionPlanner(Protocol):
-    def plan(self, sequences: Sequence[SequenceStep]) -> GroupBatch:
-        """Where the step's tokens are written and what they read."""
+    def plan(self, sequences: Sequence[SequenceStep], slots: Tensor) -> GroupBatch:
+        """What the step's tokens read; `slots`, int64 [tokens], are where they are written."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,9 @@ class GatheringPlanner:
     storage: KVStorage
     dtype: torch.dtype
 
-    def plan(self, sequences: Sequence[SequenceStep]) -> GroupBatch:
-        """Where the step's tokens are written and what they read."""
-        slots = written_slots(sequences, self.number, self.block_size)
-        return GroupBatch(self.storage, torch.from_numpy(slots), tuple(self._work(sequences)))
+    def plan(self, sequences: Sequence[SequenceStep], slots: Tensor) -> GroupBatch:
+        """What the step's tokens read."""
+        return GroupBatch(self.storage, slots, tuple(self._work(sequences)))
 
     def _work(self, sequences: Sequence[SequenceStep]) -> Iterator[AttentionWork]:
         single = single_tokens(sequences)
@@ -86,7 +86,7 @@ class GatheringPlanner:
         rows = slice(row, row + len(sequence.tokens))
         return Gathered(AttentionBlock(rows, slots, self._mask(hidden)[None, None]))
 
-    def _mask(self, hidden: npt.NDArray[np.bool_]) -> torch.Tensor:
+    def _mask(self, hidden: npt.NDArray[np.bool_]) -> Tensor:
         return torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
 
     def _first_key(self, sequence: SequenceStep) -> int:
@@ -94,12 +94,6 @@ class GatheringPlanner:
 
     def _slots(self, sequence: SequenceStep, start: int, end: int) -> npt.NDArray[np.int64]:
         return sequence.slots(self.number, self.block_size, start, end)
-
-
-def written_slots(sequences: Sequence[SequenceStep], group: int, block_size: int) -> npt.NDArray[np.int64]:
-    """int64 [tokens]: where the step's tokens go."""
-    slots = [sequence.slots(group, block_size, sequence.start, sequence.end) for sequence in sequences]
-    return np.concatenate(slots) if slots else np.empty(0, np.int64)
 
 
 def single_tokens(sequences: Sequence[SequenceStep]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 BlockHash = bytes
 """Names a block's content: its own tokens and all tokens before them."""
@@ -29,15 +30,18 @@ class BlockPool:
     def used(self) -> int:
         return self.size - len(self._free)
 
-    def allocate(self) -> int:
-        """A block of the caller's own, its old content forgotten. At least one must be free."""
-        block, _ = self._free.popitem(last=False)
-        content = self._hash[block]
-        if content is not None:
-            del self._by_hash[content]
-            self._hash[block] = None
-        self._holders[block] = 1
-        return block
+    def allocate(self, count: int) -> list[int]:
+        """Blocks of the caller's own, their old content forgotten, in ascending order: attention reads keys where they
+        are if their blocks follow one another. At least as many must be free.
+        """
+        blocks = sorted(self._free.popitem(last=False)[0] for _ in range(count))
+        for block in blocks:
+            content = self._hash[block]
+            if content is not None:
+                del self._by_hash[content]
+                self._hash[block] = None
+            self._holders[block] = 1
+        return blocks
 
     def find(self, content: BlockHash) -> int | None:
         return self._by_hash.get(content)
@@ -48,13 +52,16 @@ class BlockPool:
             del self._free[block]
         self._holders[block] += 1
 
-    def release(self, block: int) -> None:
-        assert self._holders[block] > 0, f"block {block} is held by nobody"
-        self._holders[block] -= 1
-        if self._holders[block] == 0:
-            self._free[block] = None
-            if self._hash[block] is None:
-                self._free.move_to_end(block, last=False)
+    def release(self, blocks: Iterable[int]) -> None:
+        """Give back blocks of the caller's. Of those that nobody holds any more, the first is forgotten first."""
+        holders, free = self._holders, self._free
+        for block in blocks:
+            assert holders[block] > 0, f"block {block} is held by nobody"
+            holders[block] -= 1
+            if holders[block] == 0:
+                free[block] = None
+                if self._hash[block] is None:
+                    free.move_to_end(block, last=False)
 
     def publish(self, block: int, content: BlockHash) -> None:
         """Let others find `block` by its content, now complete. The first block with a content keeps the name."""

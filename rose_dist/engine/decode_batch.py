@@ -13,6 +13,7 @@ from torch import Tensor
 from rose_dist.engine.kv_cache import GroupSpec
 from rose_dist.engine.step import SequenceStep, Step
 from rose_dist.kernels.draw import NO_DRAW, RULE_WORDS
+from rose_dist.kernels.host_copy import read_host
 from rose_dist.kernels.paged_attention import DecodeWorkspace
 from rose_dist.layers.attention_work import PagedDecode
 from rose_dist.layers.forward_batch import ForwardBatch, GroupBatch, KVStorage
@@ -54,9 +55,10 @@ class DecodeBatch:
         self._workspace = workspace
         device = sampled.device
         groups = len(self.shapes)
-        # int64: token ids, positions, each group's slots and the rules of drawing. Then int32, two lines in one: how
-        # many rows are live, and each group's first blocks and lengths.
-        self._wide_lines = 2 + groups + RULE_WORDS
+        # int64: token ids, positions, each group's slots, the rules of drawing, and where tokens are told. Then int32,
+        # two lines in one: how many rows are live, and each group's first blocks and lengths.
+        self._rule_lines = slice(2 + groups, 2 + groups + RULE_WORDS)
+        self._wide_lines = self._rule_lines.stop + 1
         self._numbers = _Input((self._wide_lines + groups + 1, rows), torch.int64, device)
         changes = sum(rows * (shape.width + 1) for shape in self.shapes)
         self._changes = _Input((changes,), torch.int32, device)
@@ -64,12 +66,10 @@ class DecodeBatch:
         self._sent: list[list[list[int]]] = [[[] for _ in range(rows)] for _ in self.shapes]
 
     def forward_batch(self, size: int) -> ForwardBatch:
-        """What the model takes for a batch of `size` rows; all tensors but the token ids stay at their place."""
+        """What the model takes for a batch of `size` rows; all tensors stay at their place."""
         numbers = self._numbers.device
         wide, narrow = numbers[:, :size], self._narrow(numbers)[:, :size]
         live = narrow[0, :1]
-        given = wide[0]
-        token_ids = torch.where(given < 0, self._sampled[(-1 - given).clamp_(min=0)], given)
         groups = tuple(
             GroupBatch(
                 storage,
@@ -83,27 +83,34 @@ class DecodeBatch:
             )
             for i, (shape, storage, table) in enumerate(zip(self.shapes, self.storages, self._tables, strict=True))
         )  # fmt: skip
-        return ForwardBatch(token_ids, wide[1], None, groups, live_rows=live)
+        return ForwardBatch(wide[0], wide[1], None, groups, live_rows=live, sampled=self._sampled)
 
     def rules(self, size: int) -> Tensor:
         """int64 [4, size], what `fill` was given."""
-        return self._numbers.device[self._wide_lines - RULE_WORDS : self._wide_lines, :size]
+        return self._numbers.device[self._rule_lines, :size]
+
+    @property
+    def told(self) -> Tensor:
+        """int64 [1], what `fill` was given."""
+        return self._numbers.device[self._wide_lines - 1, :1]
 
     def _narrow(self, numbers: Tensor) -> Tensor:
         """int32 [lines, rows], the part of the numbers that is."""
         return numbers[self._wide_lines :].view(torch.int32).view(-1, self.rows)
 
-    def fill(self, step: Step, size: int, rules: npt.NDArray[np.int64] | None = None) -> None:
+    def fill(self, step: Step, size: int, rules: npt.NDArray[np.int64] | None = None, told: int = 0) -> None:
         """Send a step's inputs; rows of the `size` that it does not need get token 0 and write to the spare slot.
 
         Args:
             rules: int64 [4, sequences], by which the step's tokens are drawn, see `DeviceDraw`; None: not at all.
+            told: see `DeviceDraw.next_told`.
         """
         sequences = step.sequences
         count = len(sequences)
         wide = self._numbers.next()
         narrow = wide[self._wide_lines :].view(np.int32).reshape(-1, self.rows)
-        drawing = wide[self._wide_lines - RULE_WORDS : self._wide_lines]
+        wide[self._wide_lines - 1, 0] = told
+        drawing = wide[self._rule_lines]
         drawing[:, :size] = NO_DRAW
         if rules is not None:
             drawing[:, :count] = rules
@@ -164,4 +171,7 @@ class _Input:
 
     def send(self, count: int | None = None) -> None:
         """Copy what was filled, or its first `count` elements, in the order of the current stream."""
-        self.device[:count].copy_(self._hosts[0][:count], non_blocking=True)
+        if count is None and self.device.is_cuda:
+            read_host(self._hosts[0], self.device)
+        else:
+            self.device[:count].copy_(self._hosts[0][:count], non_blocking=True)

@@ -41,7 +41,7 @@ class DecodeGraphs:
     def run(self, step: Step, rules: npt.NDArray[np.int64] | None = None) -> Tensor | None:
         """fp32 [sequences, vocabulary]. `rules`: as for `DecodeBatch.fill`."""
         size = self.size_for(len(step.sequences))
-        self.batch.fill(step, size, rules)
+        self.batch.fill(step, size, rules, self._device_draw.next_told())
         if size in self._graphs:
             graph, logits = self._graphs[size]
             graph.replay()
@@ -53,6 +53,7 @@ class DecodeGraphs:
         logits: Tensor | None = self._model(self.batch.forward_batch(size))
         if logits is not None and self._device_draw.fits(logits):
             self._device_draw.draw(logits, self.batch.rules(size))
+            self._device_draw.tell(size, self.batch.told)
         return logits
 
     @torch.inference_mode()

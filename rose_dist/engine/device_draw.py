@@ -11,8 +11,9 @@ from torch import Tensor
 
 from rose_dist.engine.draw import bits
 from rose_dist.engine.request import Request
-from rose_dist.engine.transfer import to_device
+from rose_dist.engine.transfer import ToHost, to_device
 from rose_dist.kernels.draw import NO_DRAW, DrawRule, draw, fits, rule_words, workspace
+from rose_dist.kernels.host_copy import tell_host
 
 
 class DeviceDraw:
@@ -20,6 +21,8 @@ class DeviceDraw:
 
     def __init__(self, sampled: Tensor, columns: int) -> None:
         self.sampled = sampled
+        locked = sampled.device.type == "cuda"
+        self._told = [torch.zeros(len(sampled), dtype=torch.int64, pin_memory=locked) for _ in range(2)]
         self._space = workspace(len(sampled), columns, sampled.device) if sampled.is_cuda else None
         self._requests: list[Request] = []
         self._words = rule_words([])
@@ -46,6 +49,21 @@ class DeviceDraw:
         tokens = self.sampled[: len(logits)]
         draw(logits, rules, tokens, self._space)
         return tokens
+
+    def next_told(self) -> int:
+        """The address of the host's memory that the next decode step writes its tokens to. Two take turns: the step
+        before may still do so, and the one before that has been read.
+        """
+        self._told.reverse()
+        return self._told[0].data_ptr()
+
+    def tell(self, rows: int, place: Tensor) -> None:
+        """Have the step write the tokens of so many rows there; `place`, int64 [1] on the GPU, holds the address."""
+        tell_host(self.sampled[:rows], place)
+
+    def told(self, rows: int) -> ToHost:
+        """What the last decode step has drawn."""
+        return ToHost.written(self._told[0][:rows], self.sampled.device)
 
     def warm_up(self, logits: Tensor) -> None:
         """Load the kernel for such logits, if there is one."""

@@ -22,6 +22,7 @@ from rose_dist.engine.runner import ModelRunner
 from rose_dist.engine.sampler import Drawn, Sampler
 from rose_dist.engine.scheduler import Delivery, Plan, Scheduler
 from rose_dist.engine.step import Step
+from rose_dist.engine.transfer import ToHost
 from rose_dist.kernels import mxfp4_e4m3
 from rose_dist.models.build_options import BuildOptions
 from rose_dist.models.checkpoint import Progress
@@ -63,6 +64,7 @@ class Engine:
         self.balancer = ExpertBalancer(model, groups)
         self.rebalance_wanted = False
         """A leader's wish; the next step fulfils it on all ranks of the lockstep group."""
+        self._load: ToHost | None = None
         self._load_told = 0.0
         self.compiles = CompileWorker(self._make_compiler)
         self._mask_worker: MaskWorker | None = None
@@ -168,22 +170,30 @@ class Engine:
             self.balancer.rebalance()
         if run or settle:
             deliveries = self._run(plan) if run else self._settle()
-            self._tell_load(time.monotonic() - self._load_told > LOAD_SECONDS)
+            self._tell_load(idle=False)
             return Outcome.WORKED, deliveries
-        self._tell_load(True)
+        self._tell_load(idle=True)
         if rebalance:
             return Outcome.WORKED, []
         return (Outcome.IDLE if stay else Outcome.STOPPED), []
 
-    def _tell_load(self, due: bool) -> None:
-        """Bring the experts' load into the gauges; reading it waits for the device, so only now and then."""
-        if due and self.leader:
-            self._load_told = time.monotonic()
-            load, stats = self.balancer.load(), self.scheduler.stats
-            stats.expert_load = load.sum(0).tolist()
-            stats.expert_balance = self.balancer.balance(load)
-            stats.expert_rebalances = self.balancer.rebalances
-            stats.expert_bytes_moved = self.balancer.bytes_received
+    def _tell_load(self, *, idle: bool) -> None:
+        """Bring what the experts have done into the gauges, now and then and whenever work ends. While there is work
+        nothing waits for the device: a step asks for the load, and a later one takes it in.
+        """
+        if not self.leader:
+            return
+        if idle or (self._load is None and time.monotonic() - self._load_told > LOAD_SECONDS):
+            self._load, self._load_told = self.balancer.load(), time.monotonic()
+        if self._load is None or not (idle or self._load.there):
+            return
+        load, stats = self._load.result(), self.scheduler.stats
+        self._load = None
+        stats.expert_load = load.sum(0).tolist()
+        stats.expert_balance = self.balancer.balance(load)
+        stats.expert_rebalances = self.balancer.rebalances
+        stats.expert_bytes_moved = self.balancer.bytes_received
+        stats.rows_sent = self.runner.model.rows_sent
 
     def _run(self, plan: Plan) -> list[Delivery]:
         """With `overlap` the step is launched before the tokens of the one before are read: while the host takes those
@@ -221,5 +231,4 @@ class Engine:
         self._under_way = None
         deliveries = self.scheduler.complete(plan, drawn.result())
         self.runner.model.check()
-        self.scheduler.stats.rows_sent = self.runner.model.rows_sent
         return deliveries

@@ -10,6 +10,7 @@ import torch
 from rose_dist.comm.expert_moves import move_experts
 from rose_dist.comm.expert_placement import balance, solve
 from rose_dist.comm.world import Groups
+from rose_dist.engine.transfer import ToHost
 from rose_dist.models.gpt_oss import GptOssForCausalLM
 
 logger = logging.getLogger(__name__)
@@ -26,9 +27,9 @@ class ExpertBalancer:
         self.bytes_received = 0
         """By this rank, of weights that were moved."""
 
-    def load(self) -> torch.Tensor:
-        """int64 [layers, experts] in host memory, of this rank's tokens since start; waits for the device."""
-        return self._model.expert_load.to("cpu", copy=True)
+    def load(self) -> ToHost:
+        """int64 [layers, experts] of this rank's tokens since start."""
+        return ToHost.of(self._model.expert_load)
 
     def balance(self, load: torch.Tensor) -> float:
         """Of [layers, experts] under the present placement: see `expert_placement.balance`."""
@@ -40,7 +41,7 @@ class ExpertBalancer:
         """
         started = time.monotonic()
         groups, layers = self._groups, self._model.moe_layers
-        now = self.load()
+        now = self.load().result().clone()
         own = (now - self._before) * (groups.tp.rank == 0)  # tensor-parallel ranks count the same tokens
         self._before = now
         load = torch.tensor(groups.lockstep.all_reduce_sum(own.flatten().tolist())).view_as(own)

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rose_dist.engine.block_pool import BlockHash, BlockPool
+from rose_dist.engine.block_pool import BlockPool
 from rose_dist.engine.request import BlockTable, Request
 
 
@@ -53,8 +53,7 @@ class KVCache:
         assert request.computed == 0
         if not self.prefix_cache:
             return
-        self._extend_hashes(request, len(request.tokens) - 1)
-        blocks = self._longest_match(request.hashes)
+        blocks = self._longest_match(request)
         for group, pool, table in self._held(request):
             table.first = self._first_needed(group, blocks * self.block_size)
             for content in request.hashes[table.first : blocks]:
@@ -64,12 +63,16 @@ class KVCache:
                 table.blocks.append(block)
         request.computed = blocks * self.block_size
 
-    def _longest_match(self, hashes: Sequence[BlockHash]) -> int:
-        """Blocks of the longest beginning of which every group still has what it would read."""
+    def _longest_match(self, request: Request) -> int:
+        """Blocks of the longest beginning of which every group still has what it would read. A device may be waiting:
+        no block is hashed behind one that could not be used.
+        """
         usable = 0
         runs = [0] * len(self.groups)
         """For each group, how many blocks up to here are cached without a gap."""
-        for end, content in enumerate(hashes, start=1):
+        for end in range(1, (len(request.tokens) - 1) // self.block_size + 1):
+            self._extend_hashes(request, end * self.block_size)
+            content = request.hashes[end - 1]
             for index, pool in enumerate(self.pools):
                 runs[index] = runs[index] + 1 if pool.find(content) is not None else 0
             if all(
@@ -95,7 +98,7 @@ class KVCache:
             if wanted - table.end > pool.free:
                 return False
         for _, pool, table in self._held(request):
-            table.blocks.extend(pool.allocate() for _ in range(wanted - table.end))
+            table.blocks.extend(pool.allocate(wanted - table.end))
         return True
 
     def place(self, request: Request, computed: int) -> bool:
@@ -124,9 +127,8 @@ class KVCache:
                     pool.publish(table.blocks[index - table.first], request.hashes[index])
         for group, pool, table in self._held(request):
             needed = min(self._first_needed(group, computed), table.end)
-            for block in table.blocks[: needed - table.first]:
-                pool.release(block)
             if needed > table.first:
+                pool.release(table.blocks[: needed - table.first])
                 del table.blocks[: needed - table.first]
                 table.first = needed
 
@@ -134,8 +136,7 @@ class KVCache:
         """Take everything from the request. Its content stays findable until the blocks are needed."""
         for _, pool, table in self._held(request):
             # The last block first: a beginning is worth more than an end that needs it.
-            for block in reversed(table.blocks):
-                pool.release(block)
+            pool.release(reversed(table.blocks))
             table.blocks.clear()
             table.first = 0
         request.computed = 0

@@ -17,7 +17,7 @@ def serve(engine: Engine, bell: Doorbell, mailbox: Mailbox | None, check: Callab
         check: called at least twice a second; an exception of its ends the loop.
     """
 
-    def receive() -> bool:
+    def wake() -> bool:
         if mailbox is None:
             return False
         work = mailbox.receive(engine)
@@ -28,7 +28,8 @@ def serve(engine: Engine, bell: Doorbell, mailbox: Mailbox | None, check: Callab
     if mailbox is not None:
         engine.compiles.prepare()
     while True:
-        receive()
+        if mailbox is not None:
+            mailbox.receive(engine)
         check()
         outcome, deliveries = engine.step(stop=mailbox is None or mailbox.stopping)
         if mailbox is not None:
@@ -36,4 +37,4 @@ def serve(engine: Engine, bell: Doorbell, mailbox: Mailbox | None, check: Callab
         if outcome is Outcome.STOPPED:
             return
         if outcome is Outcome.IDLE:
-            bell.wait([] if mailbox is None else [mailbox.socket, engine.compiles], receive, check)
+            bell.wait([] if mailbox is None else [mailbox.socket, engine.compiles], wake, check)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from rose_dist.engine.attention_planner import first_key, single_tokens, written_slots
+from rose_dist.engine.attention_planner import first_key, single_tokens
 from rose_dist.engine.step import SequenceStep
 from rose_dist.engine.step_inputs import StepInputs
 from rose_dist.kernels.paged_attention import DecodeWorkspace
@@ -19,7 +20,7 @@ from rose_dist.layers.forward_batch import GroupBatch, KVStorage
 
 @dataclass(frozen=True)
 class PagedPlanner:
-    """Block tables, slots and lengths, in the `inputs` of every step; other arguments as of `GatheringPlanner`."""
+    """Block tables and lengths, in the `inputs` of every step; other arguments as of `GatheringPlanner`."""
 
     number: int
     window: int | None
@@ -28,9 +29,8 @@ class PagedPlanner:
     inputs: StepInputs
     workspace: DecodeWorkspace | None
 
-    def plan(self, sequences: Sequence[SequenceStep]) -> GroupBatch:
-        slots = written_slots(sequences, self.number, self.block_size)
-        return GroupBatch(self.storage, self.inputs.put(slots), tuple(self._work(sequences)))
+    def plan(self, sequences: Sequence[SequenceStep], slots: Tensor) -> GroupBatch:
+        return GroupBatch(self.storage, slots, tuple(self._work(sequences)))
 
     def _work(self, sequences: Sequence[SequenceStep]) -> Iterator[AttentionWork]:
         single = single_tokens(sequences)
@@ -41,9 +41,9 @@ class PagedPlanner:
 
     def _decode(self, sequences: Sequence[SequenceStep]) -> PagedDecode:
         held = [sequence.tables[self.number] for sequence in sequences]
-        tables = np.zeros((len(held), max(len(blocks) for _, blocks in held)), np.int32)
-        for line, (_, blocks) in zip(tables, held, strict=True):
-            line[: len(blocks)] = blocks
+        counts = np.array([len(blocks) for _, blocks in held])
+        tables = np.zeros((len(held), counts.max()), np.int32)
+        tables[np.arange(tables.shape[1]) < counts[:, None]] = list(chain.from_iterable(blocks for _, blocks in held))
         return PagedDecode(
             slice(0, len(held)),
             self.inputs.put(tables),

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rose_dist.engine.token_numbers import TokenNumbers
 from rose_dist.layers.attention_work import AttentionWork
 from rose_dist.layers.forward_batch import ForwardBatch, GroupBatch, KVStorage
 from rose_dist.models.gpt_oss import GptOssForCausalLM
@@ -29,18 +30,21 @@ logger = logging.getLogger(__name__)
 class PrefillGraphs:
     """Captured once the model is there and its kernels have run; serves steps of 1 to `ladder[-1]` tokens."""
 
-    def __init__(self, model: GptOssForCausalLM, storages: Sequence[KVStorage], ladder: Sequence[int]) -> None:
-        self._model, self._storages = model, tuple(storages)
+    def __init__(
+        self, model: GptOssForCausalLM, storages: Sequence[KVStorage], sampled: Tensor, ladder: Sequence[int]
+    ) -> None:
+        """`sampled`: the tokens of the step before, see `ModelRunner`."""
+        self._model, self._storages, self._sampled = model, tuple(storages), sampled
         self.ladder = tuple(sorted(ladder))
         device, rows = storages[0].keys.device, self.ladder[-1]
-        self._ids, self._positions = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
-        self._slots = [torch.full((rows,), -1, dtype=torch.int64, device=device) for _ in storages]
-        self._live = torch.zeros(1, dtype=torch.int32, device=device)
+        self._numbers = torch.zeros(TokenNumbers.lines(len(storages)) * rows, dtype=torch.int64, device=device)
         self._passes: dict[int, _Pass] = {}
 
-    def fits(self, tokens: int) -> bool:
-        """Whether `run` serves a step of so many tokens; none before `capture`."""
-        return bool(self._passes) and 0 < tokens <= self.ladder[-1]
+    def rows_for(self, tokens: int) -> int | None:
+        """How many rows `run` takes for so many tokens; None if it does not serve them, and before `capture`."""
+        if not self._passes or not 0 < tokens <= self.ladder[-1]:
+            return None
+        return self.ladder[bisect_left(self.ladder, tokens)]
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -50,6 +54,8 @@ class PrefillGraphs:
         pool = torch.cuda.graph_pool_handle()
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         for size in reversed(self.ladder):
+            nothing = TokenNumbers.array((), len(self._storages), 1, size)
+            self._fixed(size).tensor.copy_(torch.from_numpy(nothing))
             torch.cuda.synchronize()
             with torch.cuda.stream(side):
                 self._forward(size, _Recording())  # loads kernels and makes libraries allocate what they keep
@@ -64,11 +70,14 @@ class PrefillGraphs:
             (free - torch.cuda.mem_get_info()[0]) / 1e9,
         )
 
-    def run(self, batch: ForwardBatch) -> Tensor | None:
-        """What the model gives for `batch`: fp32 [wanted rows, vocabulary], or None on a rank without logits."""
-        tokens = batch.token_ids.shape[0]
-        captured = self._passes[self.ladder[bisect_left(self.ladder, tokens)]]
-        self._fill(batch, tokens)
+    def run(self, batch: ForwardBatch, numbers: TokenNumbers) -> Tensor | None:
+        """What the model gives for `batch`: fp32 [wanted rows, vocabulary], or None on a rank without logits.
+
+        Args:
+            numbers: of the batch's tokens, `rows_for` them.
+        """
+        captured = self._passes[numbers.rows]
+        captured.numbers.copy_(numbers.tensor)
         for graph, call in zip(captured.graphs, captured.calls, strict=False):
             graph.replay()
             for work in batch.groups[call.group].work:
@@ -77,23 +86,20 @@ class PrefillGraphs:
         logits: Tensor | None = self._model.lm_head(captured.hidden[batch.logits_rows])
         return logits
 
-    def _fill(self, batch: ForwardBatch, tokens: int) -> None:
-        """Bring a step's inputs to where the graphs read them. Rows beyond `tokens` keep those of some step before,
-        and store no keys.
-        """
-        self._live.fill_(tokens)
-        self._ids[:tokens].copy_(batch.token_ids)
-        self._positions[:tokens].copy_(batch.positions)
-        for slots, group in zip(self._slots, batch.groups, strict=True):
-            slots[tokens:].fill_(-1)
-            slots[:tokens].copy_(group.slots)
+    def _fixed(self, size: int) -> TokenNumbers:
+        """Where the graphs of a size read their numbers."""
+        lines = TokenNumbers.lines(len(self._storages))
+        return TokenNumbers(self._numbers[: lines * size].view(lines, size))
 
     def _forward(self, size: int, recording: _Recording) -> Tensor:
+        numbers = self._fixed(size)
         groups = tuple(
-            GroupBatch(storage, slots[:size], (_Cut(number, recording),))
-            for number, (storage, slots) in enumerate(zip(self._storages, self._slots, strict=True))
+            GroupBatch(storage, numbers.slots(number), (_Cut(number, recording),))
+            for number, storage in enumerate(self._storages)
         )
-        batch = ForwardBatch(self._ids[:size], self._positions[:size], None, groups, live_rows=self._live)
+        batch = ForwardBatch(
+            numbers.token_ids, numbers.positions, None, groups, live_rows=numbers.live, sampled=self._sampled
+        )
         hidden: Tensor = self._model.model(batch)
         return hidden
 
@@ -107,7 +113,7 @@ class PrefillGraphs:
         calls = [
             _Call(**values | {name: borrowed(values[name]) for name in ("q", "out")}) for values in recording.calls
         ]
-        return _Pass(recording.graphs, calls, hidden)
+        return _Pass(recording.graphs, calls, self._fixed(size).tensor, hidden)
 
 
 @dataclass(frozen=True)
@@ -127,11 +133,13 @@ class _Call:
 class _Pass:
     """
     graphs: one more than calls, which come between them.
+    numbers: what the first graph reads.
     hidden: [size, hidden], what the last graph leaves.
     """
 
     graphs: list[torch.cuda.CUDAGraph]
     calls: list[_Call]
+    numbers: Tensor
     hidden: Tensor
 
 

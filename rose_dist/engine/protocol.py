@@ -126,7 +126,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     step_tokens: int = 0
     """Tokens that went through the model, prefill and decode."""
     rows_sent: int = 0
-    """Rows that this rank sent to experts of other ranks."""
+    """Rows that this rank sent to experts of other ranks; brought up to date as `expert_load` is."""
     expert_load: list[int] = []
     """By expert, how often this leader's tokens chose it, all layers together; brought up to date every 2 s."""
     expert_balance: float = 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +19,15 @@ from rose_dist.engine.paged_planner import PagedPlanner
 from rose_dist.engine.prefill_graphs import PrefillGraphs
 from rose_dist.engine.step import SequenceStep, Step
 from rose_dist.engine.step_inputs import StepInputs
+from rose_dist.engine.token_numbers import TokenNumbers
 from rose_dist.kernels.paged_attention import DecodeWorkspace
 from rose_dist.layers.forward_batch import ForwardBatch
 from rose_dist.models.gpt_oss import GptOssForCausalLM
 
 WARM_UP_TOKENS = (1, 8, 32, 100, 300, 1000, 2000)
 """Prompts that between them meet every kernel."""
+ROW_MULTIPLE = 4
+"""Lines of this many numbers begin where any kernel may read 32 bytes at once."""
 
 
 class ModelRunner:
@@ -51,7 +54,7 @@ class ModelRunner:
         self._planners: list[AttentionPlanner] = [self._planner(number) for number in range(len(self.specs))]
         self._graphs = self._decode_graphs() if config.ladder else None
         self._prefill_graphs = (
-            PrefillGraphs(model, self.storages, config.prefill_ladder) if config.prefill_ladder else None
+            PrefillGraphs(model, self.storages, self.sampled, config.prefill_ladder) if config.prefill_ladder else None
         )
 
     def _planner(self, number: int) -> AttentionPlanner:
@@ -113,10 +116,11 @@ class ModelRunner:
         """
         if self._graphs is not None and step.decodes_only:
             return self._graphs.run(step, rules)
-        batch = self._batch(step)
-        if self._prefill_graphs is not None and self._prefill_graphs.fits(step.token_count):
-            return self._prefill_graphs.run(batch)
-        logits: Tensor | None = self.model(batch)
+        graphs = self._prefill_graphs
+        rows = None if graphs is None else graphs.rows_for(step.token_count)
+        if graphs is not None and rows is not None:
+            return graphs.run(*self._numbered_batch(step, rows))
+        logits: Tensor | None = self.model(self._batch(step))
         return logits
 
     @torch.inference_mode()
@@ -126,21 +130,22 @@ class ModelRunner:
             self.model.tp.broadcast(self.sampled)
 
     def _batch(self, step: Step) -> ForwardBatch:
-        sequences = step.sequences
-        tokens = np.fromiter(chain.from_iterable(sequence.tokens for sequence in sequences), np.int64)
-        positions = [np.arange(sequence.start, sequence.end, dtype=np.int64) for sequence in sequences]
+        batch, _ = self._numbered_batch(step, -(-step.token_count // ROW_MULTIPLE) * ROW_MULTIPLE)
+        return batch
+
+    def _numbered_batch(self, step: Step, rows: int) -> tuple[ForwardBatch, TokenNumbers]:
+        """What the model takes, and the numbers that its tensors are part of, with so many rows."""
+        sequences, tokens, put = step.sequences, step.token_count, self._inputs.put
+        array = TokenNumbers.array(sequences, len(self.specs), self._block_size, rows)
         ends = accumulate(len(sequence.tokens) for sequence in sequences)
-        last = [end - 1 for end, sequence in zip(ends, sequences, strict=True) if sequence.sample]
-        put = self._inputs.put
-        ids, places = put(tokens), put(np.concatenate(positions) if positions else tokens)
-        wanted = put(np.array(last, np.int64))
-        groups = tuple(planner.plan(sequences) for planner in self._planners)
+        wanted = [end - 1 for end, sequence in zip(ends, sequences, strict=True) if sequence.sample]
+        numbers = TokenNumbers(put(array))
+        groups = tuple(
+            planner.plan(sequences, numbers.slots(number)[:tokens]) for number, planner in enumerate(self._planners)
+        )
+        logits_rows = put(np.array(wanted, np.int64))
         self._inputs.send()
-        if tokens.min(initial=0) < 0:
-            ids = known_tokens(ids, self.sampled)
-        return ForwardBatch(ids, places, wanted, groups)
-
-
-def known_tokens(ids: Tensor, sampled: Tensor) -> Tensor:
-    """`ids`, where −1 − r stands for `sampled[r]`."""
-    return torch.where(ids < 0, sampled[(-1 - ids).clamp_(min=0)], ids)
+        batch = ForwardBatch(
+            numbers.token_ids[:tokens], numbers.positions[:tokens], logits_rows, groups, sampled=self.sampled
+        )
+        return batch, numbers

@@ -20,7 +20,7 @@ from rose_dist.engine.logit_rules import adjust, adjusts
 from rose_dist.engine.mask_worker import Masks
 from rose_dist.engine.protocol import TokenLogprobs
 from rose_dist.engine.request import Request
-from rose_dist.engine.transfer import to_device
+from rose_dist.engine.transfer import ToHost, to_device
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,12 @@ class Sampled:
 class Drawn:
     """What a step has drawn, on its way to the host."""
 
-    tokens: Tensor
+    tokens: ToHost
     logprobs: _Logprobs | None
-    arrived: torch.cuda.Event | None
 
     def result(self) -> list[Sampled]:
         """Waits for the device."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        tokens = self.tokens.tolist()
+        tokens = self.tokens.result().tolist()
         found = {} if self.logprobs is None else self.logprobs.by_row()
         return [Sampled(token, found.get(row)) for row, token in enumerate(tokens)]
 
@@ -85,7 +82,7 @@ class Sampler:
         logprobs = None
         if plain is not None:
             logprobs = _Logprobs.of(plain, tokens[rules.logprob_rows], rules)
-        return Drawn(_to_host(tokens), logprobs, _arrival(tokens))
+        return Drawn(self._device_draw.told(len(requests)) if drawn_early else ToHost.of(tokens), logprobs)
 
     def _draw(self, logits: Tensor, requests: list[Request], rules: _Rules) -> Tensor:
         if self._device_draw.fits(logits):
@@ -132,37 +129,23 @@ class _Rules:
 
 @dataclass(frozen=True)
 class _Logprobs:
-    """Of the rows in `counts`, in order, on the host once they have arrived."""
+    """Of the rows in `counts`, in order."""
 
     counts: dict[int, int]
-    chosen: Tensor
-    values: Tensor
-    ids: Tensor
+    chosen: ToHost
+    values: ToHost
+    ids: ToHost
 
     @staticmethod
     def of(plain: Tensor, tokens: Tensor, rules: _Rules) -> _Logprobs:
         values, ids = torch.topk(plain, max(rules.logprob_counts.values()))
         chosen = plain.gather(1, tokens[:, None])[:, 0]
-        return _Logprobs(rules.logprob_counts, _to_host(chosen), _to_host(values), _to_host(ids))
+        return _Logprobs(rules.logprob_counts, *map(ToHost.of, (chosen, values, ids)))
 
     def by_row(self) -> dict[int, TokenLogprobs]:
-        rows = zip(self.counts.items(), self.chosen.tolist(), self.ids.tolist(), self.values.tolist(), strict=True)
+        columns = (copied.result().tolist() for copied in (self.chosen, self.ids, self.values))
+        rows = zip(self.counts.items(), *columns, strict=True)
         return {
             row: TokenLogprobs(chosen, list(zip(ids[:count], values[:count], strict=True)))
             for (row, count), chosen, ids, values in rows
         }
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """A copy in the order of the current stream, there once `_arrival` of it has come."""
-    if not tensor.is_cuda:
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-
-
-def _arrival(tensor: Tensor) -> torch.cuda.Event | None:
-    if not tensor.is_cuda:
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event

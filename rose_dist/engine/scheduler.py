@@ -84,7 +84,7 @@ class Scheduler:
         room = f"the model's context is {self.max_context}, the KV cache's {self.kv.capacity}"
         if not generate.prompt:
             return "the prompt is empty"
-        ids = {*generate.prompt, *generate.stop_ids, *generate.sampling.logit_bias}
+        ids = (min(generate.prompt), max(generate.prompt), *generate.stop_ids, *generate.sampling.logit_bias)
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             return f"token ids of the prompt, stop_ids and logit_bias are 0 to {self.vocab_size - 1}"
         if length >= limit:

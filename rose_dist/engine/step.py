@@ -28,10 +28,11 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     def slots(self, group: int, block_size: int, start: int, end: int) -> npt.NDArray[np.int64]:
         """The flat cache slots of positions `start` to `end` − 1 in a KV group."""
         first, blocks = self.tables[group]
-        positions = np.arange(start, end) - first * block_size
-        table = np.array(blocks, np.int64)
-        slots: npt.NDArray[np.int64] = table[positions // block_size] * block_size + positions % block_size
-        return slots
+        start, end = start - first * block_size, end - first * block_size
+        skipped = start // block_size
+        table = np.array(blocks[skipped : -(-end // block_size)], np.int64)
+        places: npt.NDArray[np.int64] = (table[:, None] * block_size + np.arange(block_size)).reshape(-1)
+        return places[start - skipped * block_size : end - skipped * block_size]
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):

@@ -20,6 +20,7 @@ from rose_dist.kernels.cute.exchange_combine import ExchangeCombine
 from rose_dist.kernels.cute.exchange_dispatch import ExchangeDispatch
 from rose_dist.kernels.cute.exchange_rows import CombineRows, DispatchRows
 from rose_dist.kernels.cute.expert_map import MapExperts
+from rose_dist.kernels.cute.host_copy import CopyWords
 from rose_dist.kernels.cute.linear_add import LinearAdd
 from rose_dist.kernels.cute.linear_rotary import LinearRotary
 from rose_dist.kernels.cute.moe_combine import VECTOR_BYTES, Combine
@@ -110,6 +111,7 @@ def _all(arch: Arch) -> Iterator[Kernel]:
     yield from _small_linears(arch)
     yield from _few_rows(arch)
     yield from (DrawRows(arch, RowSplit.of(columns)) for columns in VOCABULARIES)
+    yield from (CopyWords(arch, indirect) for indirect in (False, True))
     yield from _all_reduces(arch)
     yield from _exchanges(arch)
     yield from _across_nodes(arch)

@@ -32,6 +32,8 @@ from rose_dist.kernels.variants import COUNTING_ROUTERS, ROTARY_BYTES, ROUTERS
 
 HIDDEN = (2880, 4096, 7168)
 """GPT-OSS, Qwen3-MoE 235B, DeepSeek-V3."""
+ANGLE_BYTES = 128
+"""cos or sin of one position, for a head_dim of 64: GPT-OSS."""
 QUANTIZED_COLUMNS = 2880
 """Not a multiple of 128: FP8's last block is half one."""
 QK_HEADS = ((64, 8, 64, False), (64, 4, 128, True), (16, 8, 256, True))
@@ -119,7 +121,7 @@ def embeddings(arch: Arch) -> Iterator[Kernel]:
     for hidden in HIDDEN:
         for shape in ROW_SHAPES.variants:
             tiling = tile(hidden * 2 // width, width, shape)
-            yield Embed(arch, torch.bfloat16, torch.int64, tiling, width)
+            yield Embed(arch, torch.bfloat16, torch.int64, tiling, width, ANGLE_BYTES)
 
 
 def quantizers(arch: Arch) -> Iterator[Kernel]:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from rose_dist.comm.tensor_group import TensorGroup
-from rose_dist.kernels.embedding import embed
+from rose_dist.kernels.embedding import embed_with_angles
 from rose_dist.kernels.projection import project
+from rose_dist.layers.forward_batch import ForwardBatch
 from rose_dist.layers.weights import Piece, Weight, copy_into, length, parameter, share
 
 
@@ -23,11 +24,15 @@ class VocabParallelEmbedding(nn.Module):
         self.part = share(vocab_size, tp.size, tp.rank)
         self.weight = parameter(length(self.part), hidden, dtype=dtype)
 
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """int64 [tokens] → [tokens, hidden], the same on every rank."""
-        vectors = embed(token_ids, self.weight, first_id=self.part.start)
+    def forward(self, batch: ForwardBatch, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The tokens' vectors, [tokens, hidden], the same on every rank, and their rows of the rotary tables `cos` and
+        `sin`, fp32 [positions, n].
+        """
+        vectors, cos, sin = embed_with_angles(
+            batch.token_ids, batch.positions, self.weight, cos, sin, sampled=batch.sampled, first_id=self.part.start
+        )
         self.tp.all_reduce(vectors)
-        return vectors
+        return vectors, cos, sin
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         yield Weight((Piece.of(prefix + "weight", self.shape, self.part),), copy_into(self.weight))

@@ -73,11 +73,12 @@ class GroupBatch:
 @dataclass(frozen=True)
 class ForwardBatch:
     """
-    token_ids, positions: int64 [tokens].
+    token_ids, positions: int64 [tokens]. An id of −1 − r stands for `sampled[r]`.
     logits_rows: int64 [rows], the tokens whose next-token logits are wanted; None: all, in order.
     groups: one entry a KV group of the model, in its order.
     live_rows: int32 [1] on the device: tokens from there on only fill up the batch, and no expert computes them. None:
         all are live.
+    sampled: int64, what the step before has drawn, by its rows.
     """
 
     token_ids: Tensor
@@ -85,3 +86,4 @@ class ForwardBatch:
     logits_rows: Tensor | None
     groups: tuple[GroupBatch, ...]
     live_rows: Tensor | None = None
+    sampled: Tensor | None = None

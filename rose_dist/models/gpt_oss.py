@@ -128,8 +128,8 @@ class GptOssModel(nn.Module):
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """[tokens, hidden], normalised, of the rows whose logits are wanted."""
-        cos, sin = self.cos[batch.positions], self.sin[batch.positions]
-        x, residual = self.embed_tokens(batch.token_ids), None
+        x, cos, sin = self.embed_tokens(batch, self.cos, self.sin)
+        residual = None
         if self._takes_few(x, batch):
             normed = self._forward_few(x, cos, sin, batch)
             return normed if batch.logits_rows is None else normed[batch.logits_rows]
@@ -192,7 +192,7 @@ class GptOssForCausalLM(nn.Module):
 
     @property
     def moe_layers(self) -> list[MoE]:
-        return [module for module in self.model.modules() if isinstance(module, MoE)]
+        return [layer.mlp for layer in self.model.decoder_layers]
 
     def check(self) -> None:
         """Raise if a kernel has waited for another in vain; to be called after a step, reads host memory only."""

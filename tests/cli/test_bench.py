@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from rose_dist.cli.bench import command
 from rose_dist.cli.bench.floor import floor_bytes
-from rose_dist.cli.bench.profile import idle_gaps, idle_share
+from rose_dist.cli.bench.profile import busy_and_gaps
 from rose_dist.comm.layout import Layout
 from rose_dist.comm.world import World
 from rose_dist.models.build_options import BuildOptions
@@ -28,16 +28,23 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("spans", "idle"),
-    [([], 0.0), ([(0, 5), (5, 9)], 0.0), ([(0, 4), (6, 10)], 0.2), ([(0, 8), (1, 2), (6, 9), (9, 10)], 0.0)],
+    ("spans", "busy", "idle"),
+    [
+        ([], 0, 0),
+        ([(0, 5), (5, 9)], 9, 0),
+        ([(0, 4), (6, 10)], 8, 2),
+        ([(0, 8), (1, 2), (6, 9), (9, 10)], 10, 0),
+        ([(5, 6), (0, 4), (26, 30)], 9, 1),
+    ],
 )
-def test_idle_share_counts_gaps_once(spans: list[tuple[float, float]], idle: float) -> None:
-    assert idle_share([(start, end, "") for start, end in spans]) == pytest.approx(idle)
+def test_gaps_count_once_and_not_between_calls(spans: list[tuple[float, float]], busy: float, idle: float) -> None:
+    found, gaps = busy_and_gaps([(start, end, "") for start, end in spans], apart=20)
+    assert (found, sum(gaps.values())) == (busy, idle)
 
 
 def test_gaps_are_named_by_what_ends_and_what_begins() -> None:
     spans = [(0.0, 9.0, "long"), (1.0, 2.0, "inside"), (10.0, 11.0, "next"), (14.0, 15.0, "long"), (16.0, 17.0, "next")]
-    assert list(idle_gaps(spans).items()) == [(("next", "long"), 3.0), (("long", "next"), 2.0)]
+    assert list(busy_and_gaps(spans)[1].items()) == [(("next", "long"), 3.0), (("long", "next"), 2.0)]
 
 
 def test_the_floor_counts_touched_experts_once(folder: Path) -> None:

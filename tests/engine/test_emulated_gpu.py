@@ -167,11 +167,13 @@ def test_steps_are_those_of_the_cpu(way: str, experts: int, tmp_path: Path, monk
     batch = DecodeBatch(4, shapes, storages, runner.sampled, workspace)
     for fixed in (batch._numbers, batch._changes):
         fixed.device = place(fixed.device)
+        fixed._hosts = list(map(place, fixed._hosts))
     batch._tables = [place(table) for table in batch._tables]
     # Three rows for two sequences; their tokens stand where the step before has left them.
     named = Step([SequenceStep([-1 - i], s.start, s.tables, True) for i, s in enumerate(decode.sequences)])
     before = len(gpu.kernels)
     drawing = DeviceDraw(runner.sampled, 64)
+    drawing._told = list(map(place, drawing._told))
     requests = [
         Request(b"", Generate(request_id="", prompt=[1], sampling=SamplingParams(temperature=t, top_k=k)), 9, 5, [])
         for t, k in ((0.0, 0), (1.5, 10))
@@ -180,7 +182,8 @@ def test_steps_are_those_of_the_cpu(way: str, experts: int, tmp_path: Path, monk
     assert_alike(found, expected, most)
     plain_logits = found.as_subclass(torch.Tensor).clone()
     by_torch = Sampler(DeviceDraw(torch.zeros(4, dtype=torch.int64), 64)).sample(plain_logits, requests, None)
-    assert runner.sampled.as_subclass(torch.Tensor).tolist() == [*by_torch.tokens.tolist(), 0, 0]
+    assert runner.sampled.as_subclass(torch.Tensor).tolist() == [*by_torch.tokens.result().tolist(), 0, 0]
+    assert torch.equal(drawing.told(2).result(), by_torch.tokens.result())
     ran, decoded = ([type(kernel).__name__ for kernel in gpu.kernels[at:]] for at in (0, before))
     assert set(ran) >= {"Embed", "RMSNorm", "QKNormRope", "SmallLinear", "DecodeAttention"}, ran
     if rows == "fp8":
@@ -195,7 +198,15 @@ def test_steps_are_those_of_the_cpu(way: str, experts: int, tmp_path: Path, monk
         assert set(decoded) >= {"LinearRotary", "Route", "DispatchDecode", "ExpertLinear", "Combine"}, decoded
     else:
         layer = ["LinearRotary", "DecodeAttention", "LinearAdd", "RouteRows", "ExpertLinear"]
-        assert decoded == ["Embed", "RMSNorm", *2 * [*layer, "CombineNorm"], "SmallLinear", "DrawRows"], decoded
+        assert decoded == [
+            "CopyWords",
+            "Embed",
+            "RMSNorm",
+            *2 * [*layer, "CombineNorm"],
+            "SmallLinear",
+            "DrawRows",
+            "CopyWords",
+        ], decoded
 
 
 def assert_alike(found: torch.Tensor | None, expected: torch.Tensor, most: float) -> None:

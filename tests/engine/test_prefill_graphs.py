@@ -115,9 +115,8 @@ def test_prefill_and_mixed_steps_are_those_of_the_cpu(tmp_path: Path, monkeypatc
     expected = [plain.run(step) for step in steps]
     runner, _, place = emulated_runner(tmp_path, options, monkeypatch)
     record(monkeypatch)
-    graphs = PrefillGraphs(runner.model, runner.storages, (12, 16))
-    graphs._ids, graphs._positions, graphs._live = map(place, (graphs._ids, graphs._positions, graphs._live))
-    graphs._slots = [place(slots) for slots in graphs._slots]
+    graphs = PrefillGraphs(runner.model, runner.storages, runner.sampled, (12, 16))
+    graphs._numbers = place(graphs._numbers)
     graphs.capture()
     runner._prefill_graphs = graphs
     for step, wanted in zip(steps, expected, strict=True):

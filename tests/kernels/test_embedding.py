@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rose_dist.kernels.embedding import embed
+from rose_dist.kernels.embedding import embed, embed_with_angles
 from rose_dist.kernels.errors import KernelArgumentError
 
 
@@ -29,6 +29,21 @@ def test_many_tokens(gpu: Any) -> None:
     table = torch.randn(30, 128).bfloat16()
     ids = torch.randint(30, (9 * gpu.info.sms + 5,))
     assert torch.equal(gpu.plain(embed(gpu.tensor(ids), gpu.tensor(table))), table[ids])
+
+
+@pytest.mark.parametrize(("hidden", "half"), [(64, 32), (2880, 32), (64, 320)])
+@pytest.mark.parametrize("first", [0, 20])
+def test_angles_come_along_and_sampled_tokens_are_known(gpu: Any, hidden: int, half: int, first: int) -> None:
+    table, sampled = torch.randn(50, hidden).bfloat16(), torch.tensor([49, 7, 0, 21])
+    ids, known = torch.tensor([3, -4, 49, -1, 20, -2]), torch.tensor([3, 21, 49, 49, 20, 7])
+    positions, angles = torch.tensor([0, 8, 3, 3, 1, 5]), torch.randn(2, 9, half)
+    given = [gpu.tensor(x) for x in (ids, positions, table[first:], *angles)]
+    found = embed_with_angles(*given, sampled=gpu.tensor(sampled), first_id=first)
+    rows = torch.where((known >= first)[:, None], table[known], 0)
+    for one, other in zip(found, (rows, *(angle[positions] for angle in angles)), strict=True):
+        assert torch.equal(gpu.plain(one), other)
+    cpu = embed_with_angles(ids, positions, table[first:], *angles, sampled=sampled, first_id=first)
+    assert all(torch.equal(gpu.plain(one), other) for one, other in zip(found, cpu, strict=True))
 
 
 def test_no_tokens(gpu: Any) -> None:

@@ -17,6 +17,8 @@ from rose_dist.engine.offline import OfflineSession
 from rose_dist.engine.protocol import SamplingParams
 
 PROFILED = 2
+APART_S = 0.02
+"""Between profiled prompts, more than the device ever waits within one."""
 
 
 @click.command("prefill")
@@ -28,7 +30,10 @@ PROFILED = 2
 def command(
     options: EngineOptions, *, lengths: tuple[int, ...], rounds: int, profiled: bool, results: Path | None
 ) -> None:
-    """Time single random prompts of MODEL up to their first token; the median of some."""
+    """Time single random prompts of MODEL up to their first token; the median of some.
+
+    device_ms and idle_share are of the time from a prompt's first to its last kernel, profiled.
+    """
     with offline_session(options) as session:
         if session is None:
             return
@@ -50,8 +55,8 @@ def command(
                 "touched_if_uniform": uniform_share(model, length),
             }
             if profiled:
-                found = breakdown(lambda length=length: _run(session, length), PROFILED)  # type: ignore[misc]
-                row["idle_share"] = found.idle
+                found = breakdown(lambda length=length: _run(session, length, 1.2 * APART_S), PROFILED, APART_S)  # type: ignore[misc]
+                row |= {"device_ms": found.micros / 1e3, "idle_share": found.idle}
                 more += f"\n## {length} tokens\n\n```\n{found.text()}\n```\n"
             rows.append(row)
         click.echo(table(rows))
@@ -62,12 +67,19 @@ def command(
             plot(results, "prefill", rows, "prompt_tokens", ["ms"])
 
 
-def _run(session: OfflineSession, length: int) -> float:
-    """Seconds. Prompts are drawn anew, so that none is found in the prefix cache."""
+def _run(session: OfflineSession, length: int, apart_s: float = 0.0) -> float:
+    """Seconds until the token is there. Prompts are drawn anew, so that none is found in the prefix cache.
+
+    apart_s: how long to wait before, and before the engine does what it does when it falls idle.
+    """
     vocabulary = session.engine.scheduler.vocab_size
     prompt = [random.randrange(vocabulary) for _ in range(length)]
     request = new_request(prompt, SamplingParams(temperature=0), 1, frozenset())
+    time.sleep(apart_s)
     begun = time.perf_counter()
+    seconds = 0.0
     for output in session.run([request]):
+        seconds = time.perf_counter() - begun
         raise_if_refused(output)
-    return time.perf_counter() - begun
+        time.sleep(apart_s)
+    return seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,11 +20,13 @@ MOST_GAPS = 6
 class Breakdown:
     """
     kernels: name → microseconds and launches a step, the longest first.
-    idle: share of the time in which the device ran nothing, from the first kernel to the last.
+    micros: a step's time on the device, from its first kernel to its last.
+    idle: share of that time in which the device ran nothing.
     gaps: what ran before and what after it ran nothing → microseconds a step, the most first.
     """
 
     kernels: dict[str, tuple[float, float]]
+    micros: float
     idle: float
     gaps: dict[tuple[str, str], float]
 
@@ -37,8 +40,11 @@ class Breakdown:
         return "\n".join(lines)
 
 
-def breakdown(step: Callable[[], Any], steps: int) -> Breakdown:
-    """Of `steps` calls, after others that the profiler's own start slows down."""
+def breakdown(step: Callable[[], Any], steps: int, apart_s: float = math.inf) -> Breakdown:
+    """Of `steps` calls, after others that the profiler's own start slows down.
+
+    apart_s: for calls that leave the device without work for as long between them: such gaps are no step's.
+    """
     gpu = torch.cuda.is_available()
     activities = [ProfilerActivity.CUDA] if gpu else [ProfilerActivity.CPU]
     phases = schedule(wait=0, warmup=WARM_UP, active=steps, repeat=1)
@@ -57,25 +63,28 @@ def breakdown(step: Callable[[], Any], steps: int) -> Breakdown:
         entry[1] += 1 / steps
     ordered = sorted(sums.items(), key=lambda item: -item[1][0])
     spans = [(event.time_range.start, event.time_range.end, event.name) for event in events]
-    gaps = {pair: micros / steps for pair, micros in idle_gaps(spans).items()}
-    return Breakdown({name: (micros, launches) for name, (micros, launches) in ordered}, idle_share(spans), gaps)
+    busy, gaps = busy_and_gaps(spans, apart_s * 1e6)
+    idle = sum(gaps.values())
+    return Breakdown(
+        {name: (micros, launches) for name, (micros, launches) in ordered},
+        (busy + idle) / steps,
+        idle / (busy + idle) if idle else 0.0,
+        {pair: micros / steps for pair, micros in gaps.items()},
+    )
 
 
-def idle_gaps(spans: list[tuple[float, float, str]]) -> dict[tuple[str, str], float]:
-    """Time that no span covers, by the names of the span that ended last and of the next; the most first."""
-    gaps: dict[tuple[str, str], float] = defaultdict(float)
+def busy_and_gaps(
+    spans: list[tuple[float, float, str]], apart: float = math.inf
+) -> tuple[float, dict[tuple[str, str], float]]:
+    """Time that some span covers, and time that none does but for gaps of `apart` and more, by the names of the span
+    that ended last and of the next; the most first.
+    """
+    busy, gaps = 0.0, defaultdict[tuple[str, str], float](float)
     reached, last = min((start for start, _, _ in spans), default=0.0), ""
     for start, end, name in sorted(spans):
-        if start > reached:
+        if 0 < start - reached < apart:
             gaps[last, name] += start - reached
         if end > reached:
+            busy += end - max(start, reached)
             reached, last = end, name
-    return dict(sorted(gaps.items(), key=lambda item: -item[1]))
-
-
-def idle_share(spans: list[tuple[float, float, str]]) -> float:
-    """Share of the time from the first span's start to the last one's end that no span covers."""
-    if not spans:
-        return 0.0
-    whole = max(end for _, end, _ in spans) - min(start for start, _, _ in spans)
-    return sum(idle_gaps(spans).values()) / whole if whole else 0.0
+    return busy, dict(sorted(gaps.items(), key=lambda item: -item[1]))

@@ -1,4 +1,4 @@
-"""Embedding rows, copied."""
+"""Embedding rows, copied, and rows of the rotary tables beside them."""
 
 from __future__ import annotations
 
@@ -9,40 +9,50 @@ import torch
 
 from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
-from rose_dist.kernels.dsl import TYPES, Boolean, Int32, Int64, Stream, cute, range_constexpr
+from rose_dist.kernels.dsl import TYPES, Boolean, Float32, Int32, Int64, Stream, cute, range_constexpr
 from rose_dist.kernels.row_tiling import RowShape, RowTiling, tile
+
+ANGLE_VECTOR = 16
+"""Bytes of the rotary tables that a thread copies at a time."""
 
 
 @cache
 def launcher(
-    arch: Arch, dtype: torch.dtype, id_dtype: torch.dtype, hidden: int, shape: RowShape, vector_bytes: int
-) -> jit.Launcher:
+    arch: Arch, dtype: torch.dtype, id_dtype: torch.dtype, hidden: int, shape: RowShape, vector_bytes: int,
+    angle_bytes: int,
+) -> jit.Launcher:  # fmt: skip
     tiling = tile(hidden * dtype.itemsize // vector_bytes, vector_bytes, shape)
-    return jit.load(Embed(arch, dtype, id_dtype, tiling, vector_bytes))
+    return jit.load(Embed(arch, dtype, id_dtype, tiling, vector_bytes, angle_bytes))
 
 
 @dataclass(frozen=True)
 class Embed(jit.Kernel):
-    """Copies rows; a row that is not held is written as zeros."""
+    """Copies rows; a row that is not held is written as zeros.
+
+    angle_bytes: of a row of either rotary table; 0: there are none.
+    """
 
     dtype: torch.dtype
     id_dtype: torch.dtype
     tiling: RowTiling
     vector_bytes: int
+    angle_bytes: int = 0
 
     @cute.jit
     def __call__(
-        self, ids: Int64, table: Int64, stride: Int64, out: Int64, first_id: Int64, held_ids: Int64, tokens: Int32,
-        stream: Stream,
+        self, ids: Int64, table: Int64, stride: Int64, out: Int64, first_id: Int64, held_ids: Int64, sampled: Int64,
+        positions: Int64, cos: Int64, sin: Int64, cos_out: Int64, sin_out: Int64, tokens: Int32, stream: Stream,
     ) -> None:  # fmt: skip
+        """Addresses, 0 for what there is none of. `stride` of the table, in elements. See `embed_with_angles`."""
         blocks = (tokens + (self.tiling.rows_per_block - 1)) // self.tiling.rows_per_block
-        self.kernel(ids, table, stride, out, first_id, held_ids, tokens).launch(
-            grid=[blocks, 1, 1], block=[self.tiling.threads, 1, 1], stream=stream, use_pdl=True
-        )
+        self.kernel(
+            ids, table, stride, out, first_id, held_ids, sampled, positions, cos, sin, cos_out, sin_out, tokens
+        ).launch(grid=[blocks, 1, 1], block=[self.tiling.threads, 1, 1], stream=stream, use_pdl=True)
 
     @cute.kernel
     def kernel(
-        self, ids: Int64, table: Int64, stride: Int64, out: Int64, first_id: Int64, held_ids: Int64, tokens: Int32
+        self, ids: Int64, table: Int64, stride: Int64, out: Int64, first_id: Int64, held_ids: Int64, sampled: Int64,
+        positions: Int64, cos: Int64, sin: Int64, cos_out: Int64, sin_out: Int64, tokens: Int32,
     ) -> None:  # fmt: skip
         tiling, dtype = self.tiling, TYPES[self.dtype]
         count = self.vector_bytes // self.dtype.itemsize
@@ -50,7 +60,12 @@ class Embed(jit.Kernel):
         ptx.exit_if(token >= tokens)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        row = Int64(vector.scalar(ids + Int64(token) * self.id_dtype.itemsize, TYPES[self.id_dtype])[0]) - first_id
+        given = Int64(vector.scalar(ids + Int64(token) * self.id_dtype.itemsize, TYPES[self.id_dtype])[0])
+        if self.angle_bytes:
+            row = Int64(vector.scalar(positions + Int64(token) * 8, Int64)[0])
+            self.copy_angles(lane, row, token, cos, cos_out)
+            self.copy_angles(lane, row, token, sin, sin_out)
+        row = self.known(given, sampled) - first_id
         held = Boolean(row >= 0) & (row < held_ids)
         source = table + vector.select(held, row, Int64(0)) * stride * self.dtype.itemsize
         values = []
@@ -62,6 +77,22 @@ class Embed(jit.Kernel):
             valid = Boolean(vector.in_row(tiling, lane, i))
             target = out + (Int64(token) * tiling.row_vectors + index) * self.vector_bytes
             self.copy(valid, held, target, values[i])
+
+    @cute.jit
+    def known(self, given: Int64, sampled: Int64) -> Int64:
+        """The id, which the step before may have sampled."""
+        if given < 0:
+            if sampled != 0:
+                given = Int64(vector.scalar(sampled + (-1 - given) * 8, Int64)[0])
+        return given
+
+    @cute.jit
+    def copy_angles(self, lane: Int32, row: Int64, token: Int32, table: Int64, out: Int64) -> None:
+        for step in range_constexpr(-(-self.angle_bytes // (ANGLE_VECTOR * self.tiling.threads_per_row))):
+            place = (lane + step * self.tiling.threads_per_row) * ANGLE_VECTOR
+            if place < self.angle_bytes:
+                values = vector.load(table + row * self.angle_bytes + place, Float32, 4, ANGLE_VECTOR)
+                vector.store(out + Int64(token) * self.angle_bytes + place, values, Float32, 4, ANGLE_VECTOR)
 
     @cute.jit
     def copy(self, valid: Boolean, held: Boolean, target: Int64, values: cute.TensorSSA) -> None:
