@@ -10,18 +10,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rose_dist.kernels import checks
+from rose_dist.kernels import checks, jit, launch
 from rose_dist.kernels.attention_sinks import apply_sinks
 from rose_dist.kernels.errors import MissingToolchainError
-from rose_dist.kernels.paged_attention import check_cache, check_sinks, check_window
+from rose_dist.kernels.paged_attention import LOG2_E, UNLIMITED, check_cache, check_sinks, check_window
+from rose_dist.kernels.prefill_tiling import PREFILL_TILINGS, PrefillTiling
 
-Library = Literal["torch", "flash-attn-4"]
+Library = Literal["own", "torch", "flash-attn-4"]
 
 
 def prefill(
     q: Tensor, keys: Tensor, values: Tensor, slots: Tensor | None, query_starts: Tensor, key_starts: Tensor,
     sinks: Tensor | None, *, most_queries: int, most_keys: int, window: int | None, scale: float,
-    out: Tensor | None = None, key_scale: float = 1.0, value_scale: float = 1.0, library: Library = "torch",
+    out: Tensor | None = None, key_scale: float = 1.0, value_scale: float = 1.0, library: Library = "own",
 ) -> Tensor:  # fmt: skip
     """Each sequence's queries are the last of its tokens: its last query sees its last key, the one before all keys but
     that, and so on. Keys before the chunk are a cached prefix or earlier chunks.
@@ -53,6 +54,17 @@ def prefill(
     _check_out(q, out)
     if q.shape[0] == 0:
         return out
+    tiling = _tiling(q) if library == "own" else None
+    if tiling is not None:
+        if keys.dtype != q.dtype:
+            keys, values, slots = _gather(keys, slots, q.dtype), _gather(values, slots, q.dtype), None
+        launch.run(
+            _launcher(q, keys, slots, tiling), out, q, q.stride(0), keys, values, keys.stride(0), keys.stride(1), slots,
+            query_starts, key_starts, sinks, out, query_starts.shape[0] - 1, keys.shape[1],
+            -(-most_queries * (q.shape[1] // keys.shape[1]) // tiling.rows), UNLIMITED if window is None else window,
+            scale * key_scale * LOG2_E, value_scale, launch.device(q).sms,
+        )  # fmt: skip
+        return out
     k, v = _gather(keys, slots, q.dtype), _gather(values, slots, q.dtype)
     if q.is_cuda and library == "flash-attn-4":
         given = (query_starts, key_starts, most_queries, most_keys, window, scale * key_scale)
@@ -63,6 +75,20 @@ def prefill(
         return torch.mul(attended, value_scale, out=out)
     apply_sinks(attended, lse, sinks, out, value_scale)
     return out
+
+
+def _tiling(q: Tensor) -> PrefillTiling | None:
+    """That of our own kernel, where there is one."""
+    if not q.is_cuda or q.dtype != torch.bfloat16 or not launch.device(q).arch.hopper:
+        return None
+    return PREFILL_TILINGS.get(q.shape[2])
+
+
+@checks.once
+def _launcher(q: Tensor, keys: Tensor, slots: Tensor | None, tiling: PrefillTiling) -> jit.Launcher:
+    from rose_dist.kernels.cute import paged_attention_prefill as cute  # noqa: PLC0415 - it loads the compiler
+
+    return cute.launcher(launch.device(q).arch, q.shape[1] // keys.shape[1], slots is not None, tiling)
 
 
 @checks.once

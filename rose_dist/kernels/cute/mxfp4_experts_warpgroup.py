@@ -30,12 +30,12 @@ from rose_dist.kernels.mxfp4_layout import CODE_BYTES, TILE_BYTES
 from rose_dist.kernels.variants import WARP
 from rose_dist.kernels.warpgroup_matrix import (
     CELL_BYTES,
+    RightOperand,
     await_products,
     await_sums,
     commit_products,
     fence_products,
     multiply_add_async,
-    right_operand,
 )
 from rose_dist.kernels.warpgroup_tiling import BIAS_BYTES, WARPGROUP, WarpgroupTiling
 
@@ -257,7 +257,7 @@ class WarpgroupExpertGemm(jit.Kernel):
         fence_products()
         total = [sums[at + i] for i in range(width // 2)]
         for k in range(2):
-            right = right_operand(ring + (block * CELLS + 2 * k) * (rows * CELL_BYTES), rows)
+            right = RightOperand(ring + (block * CELLS + 2 * k) * (rows * CELL_BYTES), rows)
             total = multiply_add_async(total, [left[4 * k + i] for i in range(4)], right)
         commit_products()
         for i, value in enumerate(total):
