@@ -88,7 +88,7 @@ class PrefillAttention(jit.Kernel):
         thread = cute.arch.thread_idx()[0]
         shared = Int32(cute.arch.get_dyn_smem(Uint8, alignment=128).toint())
         if thread < 2 * tiling.stages:
-            arrivals = vector.select(thread < tiling.stages, Int32(tiling.feeders), Int32(tiling.warps))
+            arrivals = vector.select(thread < tiling.stages, Int32(tiling.feeders), Int32(2 * tiling.warps))
             cute.arch.mbarrier_init(barrier(shared, thread), arrivals)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -145,6 +145,7 @@ class PrefillAttention(jit.Kernel):
         wait(barrier(shared, stage), parity)
         scores = self.hide(await_sums(self.score(shared, stage, queries)), bounds, first)
         self.keep(self.powers(scores, scale, self.tops(scores, scale, largest), sums), weights)
+        self.release(shared, stage)
         before = stage
         for _ in range(item.tiles - 1):
             before = stage
@@ -241,6 +242,7 @@ class PrefillAttention(jit.Kernel):
         tops = self.tops(scores, scale, largest)
         powers = self.powers(scores, scale, tops, sums)
         count = len(powers)
+        self.release_after(shared, stage, sums)
         settled = await_sums([*powers, *(result[i] for i in range(self.tiling.head_dim // 2))])
         self.release(shared, before)
         for i, value in enumerate(settled[count:]):
@@ -288,8 +290,15 @@ class PrefillAttention(jit.Kernel):
         for i in range(len(powers) // 2):
             weights[i] = ptx.to_bf16x2(powers[2 * i], powers[2 * i + 1])
 
+    def release_after(self, shared: Any, stage: Any, sums: Any) -> None:
+        """`release`, once the sums are known: else the assembler has the wait that follows before the weights."""
+        # A sum of powers is never −0.
+        never = vector.select(ptx.bits(sums[0] + sums[1]) == Uint32(1 << 31), Int32(1), Int32(0))
+        self.release(shared, stage + never)
+
     @cute.jit
     def release(self, shared: Int32, stage: Int32) -> None:
+        """This warp no longer reads a stage's keys, or its values."""
         cute.arch.sync_warp()
         if cute.arch.thread_idx()[0] % WARP == 0:
             cute.arch.mbarrier_arrive(barrier(shared, stage + self.tiling.stages))
