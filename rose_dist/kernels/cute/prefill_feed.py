@@ -51,7 +51,9 @@ class KeyFeeder:
             head = Int64(item.head) * stored.head_stride * 2 + lane // 8 * CELL_BYTES
             keys, values = stored.keys + head, stored.values + head
             first = item.high - tiling.keys + own
-            slot = self.slot_of(stored.slots, item.first_key, first + lane, item.low)
+            slot = Int32(0)
+            if item.tiles > 0:
+                slot = self.slot_of(stored.slots, item.first_key, first + lane, item.low)
             for _ in range(item.tiles):
                 following = self.slot_of(stored.slots, item.first_key, first - tiling.keys + lane, item.low)
                 wait(barrier(shared, stage + tiling.stages), parity)
