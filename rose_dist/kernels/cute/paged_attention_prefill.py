@@ -169,7 +169,8 @@ class PrefillAttention(jit.Kernel):
         final = await_sums([result[i] for i in range(tiling.head_dim // 2)])
         self.release(shared, stage)
         self.write(queries, item, first_row, sums, final)
-        return next_stage(stage, parity, tiling.stages)
+        stage, parity = next_stage(stage, parity, tiling.stages)
+        return stage, parity
 
     @cute.jit
     def step(
