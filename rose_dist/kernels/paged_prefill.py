@@ -54,7 +54,7 @@ def prefill(
             keys, values, slots = _gather(keys, slots, q.dtype), _gather(values, slots, q.dtype), None
         group = q.shape[1] // keys.shape[1]
         launch.run(
-            _launcher(q, keys, slots, tiling), out, q, q.stride(0), q.stride(1), keys, values, keys.stride(0),
+            _launcher(q, group, tiling), out, q, q.stride(0), q.stride(1), keys, values, keys.stride(0),
             keys.stride(1), slots, query_starts, key_starts, sinks, out, query_starts.shape[0] - 1, keys.shape[1],
             -(-most_queries * group // tiling.rows), UNLIMITED if window is None else window,
             scale * key_scale * LOG2_E, value_scale, launch.device(q).sms,
@@ -77,10 +77,10 @@ def _tiling(q: Tensor) -> PrefillTiling | None:
 
 
 @checks.once
-def _launcher(q: Tensor, keys: Tensor, slots: Tensor | None, tiling: PrefillTiling) -> jit.Launcher:
+def _launcher(q: Tensor, group: int, tiling: PrefillTiling) -> jit.Launcher:
     from rose_dist.kernels.cute import paged_attention_prefill as cute  # noqa: PLC0415 - it loads the compiler
 
-    return cute.launcher(launch.device(q).arch, q.shape[1] // keys.shape[1], slots is not None, tiling)
+    return cute.launcher(launch.device(q).arch, group, tiling)
 
 
 @checks.once

@@ -149,8 +149,7 @@ def _attention(arch: Arch) -> Iterator[Kernel]:
 
 def _prefill_attention(arch: Arch) -> Iterator[Kernel]:
     for tiling in PREFILL_TILINGS.values() if arch.hopper else ():
-        for paged in (False, True):
-            yield PrefillAttention(arch, group=8, paged=paged, tiling=tiling)
+        yield PrefillAttention(arch, group=8, tiling=tiling)
 
 
 def _sinks(arch: Arch) -> Iterator[Kernel]:

@@ -99,6 +99,20 @@ def test_keys_that_follow_one_another_and_queries_that_do_not(small: Emulator) -
     assert torch.equal(attend(small, chunks), wanted)
 
 
+def test_fp8_cache(small: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    gather = paged_prefill._gather
+
+    def moved(stored: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return small.tensor(gather(small.plain(stored), small.plain(slots), dtype))
+
+    monkeypatch.setattr(paged_prefill, "_gather", moved)
+    chunks = Chunks([(33, 17), (0, 9)], (8, 2, 64), 20)
+    chunks.keys, chunks.values = (x.to(torch.float8_e4m3fn) for x in (chunks.keys, chunks.values))
+    attended = attend(small, chunks)
+    chunks.keys, chunks.values = chunks.keys.float(), chunks.values.float()
+    assert_close(attended, chunks.exact())
+
+
 def test_any_number_of_blocks_gives_the_same_bits(small: Emulator) -> None:
     """A block's items follow one another through its ring; rounds go backwards and forwards."""
     chunks = Chunks([(70, 17), (0, 10), (5, 1)], (16, 2, 64), 40)
@@ -152,8 +166,8 @@ def test_freeing_values_early_is_a_race(
 def test_every_order_is_needed(small: Emulator, launched: Callable[[], Launch], order: str) -> None:
     """All copies of an unrolled loop's together: a later one makes up for one alone."""
     weakened = launched()
-    while found := [w for w in weakenings(weakened.program) if w.text.startswith(order) and w.change == "dropped"]:
-        weakened = found[0].apply(weakened)
+    while found := next((w for w in weakenings(weakened.program) if w.text.startswith(order)), None):
+        weakened = found.apply(weakened)
     with pytest.raises(PtxError):
         small.machine.run([weakened])
 

@@ -42,8 +42,8 @@ from rose_dist.kernels.warpgroup_tiling import WARPGROUP
 
 
 @cache
-def launcher(arch: Arch, group: int, paged: bool, tiling: PrefillTiling) -> jit.Launcher:
-    return jit.load(PrefillAttention(arch, group, paged, tiling))
+def launcher(arch: Arch, group: int, tiling: PrefillTiling) -> jit.Launcher:
+    return jit.load(PrefillAttention(arch, group, tiling))
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,6 @@ class PrefillAttention(jit.Kernel):
 
     group: int
     """Query heads a key head."""
-    paged: bool
-    """Whether keys are found through slots."""
     tiling: PrefillTiling
 
     @cute.jit
@@ -116,7 +114,7 @@ class PrefillAttention(jit.Kernel):
         if warp >= tiling.warps:
             cute.arch.setmaxregister_decrease(tiling.registers[0])
             stored = Stored(keys, values, slot_stride, head_stride, slots)
-            KeyFeeder(tiling, self.group, self.paged).run(shared, stored, items, warp - tiling.warps)
+            KeyFeeder(tiling, self.group).run(shared, stored, items, warp - tiling.warps)
         else:
             cute.arch.setmaxregister_increase(tiling.registers[1])
             queries = Queries(q, q_stride, q_head_stride, heads * self.group, sinks, out, scale, value_scale)

@@ -8,7 +8,7 @@ from typing import Any
 from rose_dist.kernels import vector
 from rose_dist.kernels.cute.mxfp4_operands import barrier, next_stage, wait
 from rose_dist.kernels.cute.prefill_items import Items
-from rose_dist.kernels.dsl import Int32, Int64, Uint32, const_expr, cute, range_constexpr
+from rose_dist.kernels.dsl import Int32, Int64, Uint32, cute, range_constexpr
 from rose_dist.kernels.prefill_tiling import PrefillTiling
 from rose_dist.kernels.variants import WARP
 from rose_dist.kernels.warp_matrix import await_copies, commit_copies, copy_async
@@ -37,7 +37,6 @@ class KeyFeeder:
 
     tiling: PrefillTiling
     group: int
-    paged: bool
 
     @cute.jit
     def run(self, shared: Int32, stored: Stored, items: Items, feeder: Int32) -> None:
@@ -76,9 +75,8 @@ class KeyFeeder:
     def slot_of(self, slots: Int64, first_key: Int32, key: Int32, low: Int32) -> Int32:
         """Of a sequence's key; of a key before `low`, that one's."""
         at = first_key + vector.max_of(key, low)
-        if const_expr(self.paged):
-            if cute.arch.thread_idx()[0] % WARP < self.tiling.feeder_keys:
-                at = Int32(vector.scalar(slots + Int64(at) * 8, Int64)[0])
+        if (slots != 0) & (cute.arch.thread_idx()[0] % WARP < self.tiling.feeder_keys):
+            at = Int32(vector.scalar(slots + Int64(at) * 8, Int64)[0])
         return at
 
     @cute.jit
