@@ -1,27 +1,24 @@
 """Causal attention of chunks of several sequences over a paged KV cache, with sinks and a sliding window.
 
-Flash attention leaves the sink out; its log-sum-exp puts it in afterwards (`attention_sinks`).
+On Hopper by a kernel of our own. Elsewhere by torch's flash attention, which leaves the sink out; its log-sum-exp puts
+it in afterwards (`attention_sinks`).
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-from rose_dist.kernels import checks
+from rose_dist.kernels import checks, jit, launch
 from rose_dist.kernels.attention_sinks import apply_sinks
-from rose_dist.kernels.errors import MissingToolchainError
-from rose_dist.kernels.paged_attention import check_cache, check_sinks, check_window
-
-Library = Literal["torch", "flash-attn-4"]
+from rose_dist.kernels.paged_attention import LOG2_E, UNLIMITED, check_cache, check_sinks, check_window
+from rose_dist.kernels.prefill_tiling import PREFILL_TILINGS, PrefillTiling
 
 
 def prefill(
     q: Tensor, keys: Tensor, values: Tensor, slots: Tensor | None, query_starts: Tensor, key_starts: Tensor,
     sinks: Tensor | None, *, most_queries: int, most_keys: int, window: int | None, scale: float,
-    out: Tensor | None = None, key_scale: float = 1.0, value_scale: float = 1.0, library: Library = "torch",
+    out: Tensor | None = None, key_scale: float = 1.0, value_scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """Each sequence's queries are the last of its tokens: its last query sees its last key, the one before all keys but
     that, and so on. Keys before the chunk are a cached prefix or earlier chunks.
@@ -39,13 +36,11 @@ def prefill(
         window: tokens that a query sees, its own included; None: all.
         out: like `q`, dense.
         key_scale, value_scale: what stored keys and values are to be multiplied by.
-        library: whose flash attention runs on a GPU.
 
     Returns:
-        `out`, or a new tensor like it. With torch's library rounded once before the sink and once after it.
+        `out`, or a new tensor like it. By torch's flash attention rounded once before the sink and once after it.
 
-    Raises `KernelArgumentError`, and `MissingToolchainError` where the library is not installed. Nothing is read on the
-    host, but shapes depend on the step: not for graphs.
+    Raises `KernelArgumentError`. Nothing is read on the host, but shapes depend on the step: not for graphs.
     """
     _check(q, keys, values, slots, query_starts, key_starts, sinks, most_queries, most_keys, window)
     if out is None:
@@ -53,16 +48,39 @@ def prefill(
     _check_out(q, out)
     if q.shape[0] == 0:
         return out
+    tiling = _tiling(q)
+    if tiling is not None:
+        if keys.dtype != q.dtype:
+            keys, values, slots = _gather(keys, slots, q.dtype), _gather(values, slots, q.dtype), None
+        group = q.shape[1] // keys.shape[1]
+        launch.run(
+            _launcher(q, group, tiling), out, q, q.stride(0), q.stride(1), keys, values, keys.stride(0),
+            keys.stride(1), slots, query_starts, key_starts, sinks, out, query_starts.shape[0] - 1, keys.shape[1],
+            -(-most_queries * group // tiling.rows), UNLIMITED if window is None else window,
+            scale * key_scale * LOG2_E, value_scale, launch.device(q).sms,
+        )  # fmt: skip
+        return out
     k, v = _gather(keys, slots, q.dtype), _gather(values, slots, q.dtype)
-    if q.is_cuda and library == "flash-attn-4":
-        given = (query_starts, key_starts, most_queries, most_keys, window, scale * key_scale)
-        return torch.mul(_flash4(q, k, v, *given, sinks), value_scale, out=out)
     flash = _flash if q.is_cuda else _flash_on_cpu
     attended, lse = flash(q, k, v, query_starts, key_starts, most_queries, most_keys, window, scale * key_scale)
     if sinks is None:
         return torch.mul(attended, value_scale, out=out)
     apply_sinks(attended, lse, sinks, out, value_scale)
     return out
+
+
+def _tiling(q: Tensor) -> PrefillTiling | None:
+    """That of our own kernel, where there is one."""
+    if not q.is_cuda or q.dtype != torch.bfloat16 or not launch.device(q).arch.hopper:
+        return None
+    return PREFILL_TILINGS.get(q.shape[2])
+
+
+@checks.once
+def _launcher(q: Tensor, group: int, tiling: PrefillTiling) -> jit.Launcher:
+    from rose_dist.kernels.cute import paged_attention_prefill as cute  # noqa: PLC0415 - it loads the compiler
+
+    return cute.launcher(launch.device(q).arch, group, tiling)
 
 
 @checks.once
@@ -99,24 +117,6 @@ def _flash(
         window_size_left=left, window_size_right=0,
     )  # fmt: skip
     return attended, lse
-
-
-def _flash4(
-    q: Tensor, k: Tensor, v: Tensor, query_starts: Tensor, key_starts: Tensor, most_queries: int, most_keys: int,
-    window: int | None, scale: float, sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """FlashAttention-4's result, the sinks in it. CuTeDSL compiles it at its first use."""
-    try:
-        from flash_attn.cute import flash_attn_varlen_func  # noqa: PLC0415
-    except ImportError as error:
-        raise MissingToolchainError(f"{error.name} is missing: pip install flash-attn-4") from error
-    attended, *_ = flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q=query_starts, cu_seqlens_k=key_starts, max_seqlen_q=most_queries, max_seqlen_k=most_keys,
-        softmax_scale=scale, causal=True, window_size=(None if window is None else window - 1, None),
-        learnable_sink=sinks,
-    )  # fmt: skip
-    result: Tensor = attended
-    return result
 
 
 def _flash_on_cpu(

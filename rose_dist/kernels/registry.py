@@ -33,6 +33,7 @@ from rose_dist.kernels.cute.mxfp4_experts_warpgroup import WarpgroupExpertGemm
 from rose_dist.kernels.cute.network_combine import LandResultRows, LandResults
 from rose_dist.kernels.cute.network_dispatch import LandRecords
 from rose_dist.kernels.cute.paged_attention_decode import DecodeAttention
+from rose_dist.kernels.cute.paged_attention_prefill import PrefillAttention
 from rose_dist.kernels.cute.quantize_rows import QuantizeRows
 from rose_dist.kernels.cute.resident_weights import ResidentWeights
 from rose_dist.kernels.cute.route_rows import RouteRows
@@ -49,6 +50,7 @@ from rose_dist.kernels.mxfp4 import BLOCK
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES, TILE_ROWS
 from rose_dist.kernels.network_layout import NetworkLayout
 from rose_dist.kernels.paged_attention import HEAD_DIMS
+from rose_dist.kernels.prefill_tiling import PREFILL_TILINGS
 from rose_dist.kernels.row_registry import HIDDEN, ROUTES, row_kernels
 from rose_dist.kernels.row_tiling import (
     tile,
@@ -106,6 +108,7 @@ def _all(arch: Arch) -> Iterator[Kernel]:
     yield from row_kernels(arch)
     yield from _moe(arch)
     yield from _attention(arch)
+    yield from _prefill_attention(arch)
     yield from _sinks(arch)
     yield from _mxfp4_experts(arch)
     yield from _small_linears(arch)
@@ -147,6 +150,11 @@ def _attention(arch: Arch) -> Iterator[Kernel]:
                     heads = heads_together(requests, 8, head_dim, cache.itemsize, wide_group=wide)
                     yield DecodeAttention(arch, dtype, cache, head_dim, heads, wide, block_tiles=1, early=True)
     yield DecodeAttention(arch, dtype, dtype, 64, heads=2, wide_group=False, block_tiles=1, early=False)
+
+
+def _prefill_attention(arch: Arch) -> Iterator[Kernel]:
+    for tiling in PREFILL_TILINGS.values() if arch.hopper else ():
+        yield PrefillAttention(arch, group=8, tiling=tiling)
 
 
 def _sinks(arch: Arch) -> Iterator[Kernel]:

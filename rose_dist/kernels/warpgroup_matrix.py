@@ -10,58 +10,70 @@ Registers of a product that is under way belong to it: its operands and sums may
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from rose_dist.kernels.dsl import Float32, T, Uint32, dsl_user_op, ir, llvm
 from rose_dist.kernels.inline_asm import asm as _asm
 
 CELL_BYTES = 16
-"""8 bf16 of one column of the right operand: what is contiguous in shared memory."""
+"""8 bf16 of the right operand: what is contiguous in shared memory."""
 
 
-def right_operand(address: Any, stride: int) -> Any:
-    """The lower half of the descriptor of a right operand that lies at a shared address: a cell for each column, and
-    `stride` cells further those of the next 8 in depth. The upper half is always `_UPPER`.
+def descriptor(address: Any, deeper: int) -> Any:
+    """The lower half of the descriptor of a right operand that lies at a shared address, in cells: the next 8 of its
+    depth (e4m3: 16) come `deeper` cells after the first.
     """
-    # PTX ISA, matrix descriptor, no swizzle: address / 16 in 14 bits, then from bit 16 the distance / 16 of depth 8.
-    return ((Uint32(address) & Uint32(0x3FFFF)) >> Uint32(4)) | Uint32(stride << 16)
+    # PTX ISA, matrix descriptor, no swizzle: address / 16 in 14 bits, then from bit 16 that distance / 16.
+    return ((Uint32(address) & Uint32(0x3FFFF)) >> Uint32(4)) | Uint32(deeper << 16)
 
 
-def right_further(right: Any, cells: Any) -> Any:
-    """The right operand that starts so many cells after `right`."""
-    return right + Uint32(cells)  # shared memory ends below 2^18 bytes: nothing is carried out of the address
+def further(low: Any, cells: Any) -> Any:
+    """Of the operand that starts so many cells later."""
+    return low + Uint32(cells)  # shared memory ends below 2^18 bytes: nothing is carried out of the address
 
 
-_UPPER = 8 * CELL_BYTES // 16
-"""From bit 32 the distance / 16 of 8 columns."""
+@dataclass(frozen=True)
+class RightOperand:
+    """16 deep, in shared memory, in cells of 16 bytes: a cell is 8 bf16 of one column, or `transposed` of one row.
+    Cells of 8 neighbouring columns, or rows, follow one another.
+    """
+
+    low: Any
+    """From `descriptor`."""
+    beside: int = 8
+    """Cells from 8 columns to the next 8."""
+    transposed: bool = False
 
 
 @dsl_user_op
-def multiply_add_async(sums: Any, left: Any, right: Any, *, loc: Any = None, ip: Any = None) -> list[Any]:
+def multiply_add_async(sums: Any, left: Any, right: RightOperand, *, loc: Any = None, ip: Any = None) -> list[Any]:
     """Start left · right + sums: fp32 [64, n] from bf16 [64, 16] and [16, n], n twice the number of a thread's `sums`.
 
-    left: 4 words of pairs; right: from `right_operand`.
+    left: 4 words of pairs.
     """
-    count = len(sums)
+    tied = [Float32(value) for value in sums]
+    return _multiply(len(tied), tied, left, right, loc, ip)
+
+
+@dsl_user_op
+def multiply_async(count: int, left: Any, right: RightOperand, *, loc: Any = None, ip: Any = None) -> list[Any]:
+    """Start left · right, of which a thread has `count` sums."""
+    return _multiply(count, [], left, right, loc, ip)
+
+
+def _multiply(count: int, sums: list[Any], left: Any, right: RightOperand, loc: Any, ip: Any) -> list[Any]:
     struct = ir.Type.parse(f"!llvm.struct<({','.join(['f32'] * count)})>")
     places = ", ".join(f"${i}" for i in range(count))
     text = (
-        "{ .reg .pred add; .reg .b64 right; setp.ne.b32 add, 1, 0; "
-        f"mov.b64 right, {{${count + 4}, {_UPPER}}}; "
+        f"{{ .reg .pred add; .reg .b64 right; setp.ne.b32 add, {int(bool(sums))}, 0; "
+        f"mov.b64 right, {{${count + 4}, {right.beside}}}; "
         f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.bf16.bf16 {{{places}}}, "
-        f"{{${count}, ${count + 1}, ${count + 2}, ${count + 3}}}, right, add, 1, 1, 0; }}"
+        f"{{${count}, ${count + 1}, ${count + 2}, ${count + 3}}}, right, add, 1, 1, {int(right.transposed)}; }}"
     )
-    constraints = ",".join(["=f"] * count + ["r"] * 5 + [str(i) for i in range(count)])
-    operands = [*(Uint32(word) for word in left), Uint32(right), *(Float32(value) for value in sums)]
+    constraints = ",".join(["=f"] * count + ["r"] * 5 + [str(i) for i in range(len(sums))])
+    operands = [*(Uint32(word) for word in left), Uint32(right.low), *sums]
     return _floats(_asm(text, constraints, struct, *operands, loc=loc, ip=ip), count, loc, ip)
-
-
-def grouped_operand(address: Any) -> Any:
-    """The lower half of the descriptor of a right operand of e4m3 that lies at a shared address: cells of 16 in depth,
-    [columns / 8, cells, 8 columns], of which the first 32 in depth are multiplied.
-    """
-    # As in `right_operand`; depth 16 is 8 cells further.
-    return ((Uint32(address) & Uint32(0x3FFFF)) >> Uint32(4)) | Uint32(8 << 16)
 
 
 @dsl_user_op
@@ -71,7 +83,7 @@ def multiply_add_e4m3_async(
     """Start left · right + sums: fp32 [64, n] from e4m3 [64, 32] and [32, n], n twice the number of a thread's `sums`.
 
     left: 4 words, lane 4g + q's of rows g, g + 8, g and g + 8 of its warp's, from columns 4q, 4q, 4q + 16 and 4q + 16
-    on; right: from `grouped_operand`, of which 8 columns have `cells`. The tensor core keeps about 14 bits of a sum.
+    on; right: from `descriptor`; 8 columns have `cells` of 16 in depth. The tensor core keeps about 14 bits of a sum.
     """
     count = len(sums)
     struct = ir.Type.parse(f"!llvm.struct<({','.join(['f32'] * count)})>")
@@ -106,13 +118,13 @@ def await_products(left: int, *, loc: Any = None, ip: Any = None) -> None:
 
 
 @dsl_user_op
-def await_sums(sums: Any, *, loc: Any = None, ip: Any = None) -> list[Any]:
-    """Until all groups are done; the sums, which the compiler can't read any earlier."""
+def await_sums(sums: Any, left: int = 0, *, loc: Any = None, ip: Any = None) -> list[Any]:
+    """Until all groups but the last `left` are done; the sums, which the compiler can't read any earlier."""
     count = len(sums)
     struct = ir.Type.parse(f"!llvm.struct<({','.join(['f32'] * count)})>")
     constraints = ",".join(["=f"] * count + [str(i) for i in range(count)])
     operands = [Float32(value) for value in sums]
-    text = "wgmma.wait_group.sync.aligned 0;"
+    text = f"wgmma.wait_group.sync.aligned {left};"
     return _floats(_asm(text, constraints, struct, *operands, loc=loc, ip=ip), count, loc, ip)
 
 

@@ -31,8 +31,8 @@ STORE = "st.global.v4.b32 [%d6], {%r40, %r41, %r42, %r43}; st.global.v4.b32 [%d6
 BOTH = (SET_UP, ZERO, PROXY, MEET, FENCE, FIRST, SECOND, COMMIT, WAIT, STORE)
 
 
-def product(*body: str, seed: int = 0) -> bool:
-    """Whether 128 threads get [64, 32] times [32, 16] right."""
+def product(*body: str, seed: int = 0, transposed: bool = False) -> bool:
+    """Whether 128 threads get [64, 32] times [32, 16] right; transposed, cells are [16 columns / 8, depth]."""
     torch.manual_seed(1)
     left, right = torch.randn(64, 32).bfloat16(), torch.randn(32, 16).bfloat16()
     words = torch.empty(128, 2, 4, 2, dtype=torch.bfloat16)  # thread, product, word, neighbour
@@ -42,9 +42,9 @@ def product(*body: str, seed: int = 0) -> bool:
         for i, (down, across) in enumerate(((0, 0), (8, 0), (0, 8), (8, 8))):
             for step in range(2):
                 words[thread, step, i] = left[row + down, 16 * step + column + across :][:2]
-    cells = right.view(4, 8, 16).transpose(1, 2).contiguous()
+    cells = right.view(32, 2, 8).transpose(0, 1) if transposed else right.view(4, 8, 16).transpose(1, 2)
     machine = Machine()
-    operands = [machine.tensor(t.view(torch.int16).reshape(-1).numpy()) for t in (words, cells)]
+    operands = [machine.tensor(t.view(torch.int16).reshape(-1).numpy()) for t in (words, cells.contiguous())]
     out = machine.zeros((128, 8), torch.float32)
     machine.run([launch(kernel("\n".join(body), PARAMS, declarations=SHARED), *operands, out, block=128)], seed=seed)
     got = torch.empty(64, 16)
@@ -95,6 +95,24 @@ def test_products_match_torch() -> None:
     assert product(*groups)
 
 
+def test_a_transposed_right_operand() -> None:
+    changes = (("1048576", "524288"), ("%r6, %r5, 32", "%r6, %r5, 16"), ("%r7, 8", "%r7, 32"), ("1, 1, 0", "1, 1, 1"))
+    body = "\n".join(BOTH)
+    for old, new in changes:
+        body = body.replace(old, new)
+    assert product(body, transposed=True)
+    assert not product(body)
+
+
+def test_a_product_that_does_not_add() -> None:
+    """What the sums held, even the product before it, is gone."""
+    start, end = (SET_UP, "setp.ne.u32 %p3, 0, 0;", PROXY, MEET, FENCE), (COMMIT, WAIT, STORE)
+    first, second = FIRST.replace("%p2", "%p3"), SECOND.replace("%p2", "%p3")
+    assert product(*start, first, SECOND, *end)
+    assert product(*start, SECOND, first, SECOND, *end)
+    assert not product(*start, ZERO, FIRST, second, *end)
+
+
 def test_sums_are_not_there_before_the_wait() -> None:
     assert not product(*without(WAIT))
     only_the_first = (SET_UP, ZERO, PROXY, MEET, FENCE, FIRST, COMMIT, FENCE, SECOND, COMMIT, WAIT.replace("0", "1"))
@@ -120,7 +138,7 @@ def test_fences_are_needed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [("bf16.bf16", "f16.f16"), ("{%r20, %r21, %r22, %r23}", "%d10"), ("1, 1, 0", "1, 1, 1")]
+    ("old", "new"), [("bf16.bf16", "f16.f16"), ("{%r20, %r21, %r22, %r23}", "%d10"), ("1, 1, 0", "-1, 1, 0")]
 )
 def test_other_forms_are_refused(old: str, new: str) -> None:
     with pytest.raises(UnknownInstruction):

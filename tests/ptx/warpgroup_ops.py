@@ -49,6 +49,7 @@ class Product:
     operand: Array
     """u4 [4, 32]: what the rows `left` held when it began."""
     right: int
+    transposed: bool
     known: Array | None
     """f4 [sums, 32]."""
     kind: str
@@ -62,12 +63,13 @@ class Product:
         columns = 2 * len(self.sums)
         per_word = PER_WORD[self.kind]
         left = a_fragment(decode(np.ascontiguousarray(self.operand.T), self.kind), 8 * per_word, per_word)
-        right = _right_operand(g, self.right, columns, int(self.lanes[0]), self.kind)
+        right = _right_operand(g, self.right, columns, self.transposed, int(self.lanes[0]), self.kind)
         total = _sum_matrix(self.known.astype(np.float64)) + left @ right
         registers = _sum_registers(total.astype(np.float32))
         follower = next((product for product in later if product.sums == self.sums), None)
         if follower is not None:
-            follower.known = registers
+            if follower.known is None:
+                follower.known = registers
         else:
             g.u4[np.ix_(self.sums, self.lanes)] = registers.view(np.uint32)
 
@@ -128,8 +130,8 @@ def _wait(g: Gang, left: int) -> None:
 
 
 def _multiply(program: Program, instruction: Instruction) -> Exchange:
-    """wgmma.mma_async.sync.aligned.m64nNk16.f32.bf16.bf16 or k32.f32.e4m3.e4m3 with the left operand in registers, the
-    right one K-major. Sums in f64, rounded once: a tensor core keeps fewer bits of e4m3's.
+    """wgmma.mma_async.sync.aligned.m64nNk16.f32.bf16.bf16 or k32.f32.e4m3.e4m3 with the left operand in registers. Sums
+    in f64, rounded once: a tensor core keeps fewer bits of e4m3's.
     """
     parts, operands = instruction.parts, instruction.operands
     kind = parts[-1]
@@ -139,9 +141,11 @@ def _multiply(program: Program, instruction: Instruction) -> Exchange:
     sums, left = (_rows(program, vector) for vector in (elements(operands[0]), elements(operands[1])))
     if 2 * len(sums) != int(shape[1]) or len(left) != 4 or len(set(sums)) != len(sums):
         raise UnknownInstruction(f"{len(sums)} sums and {len(left)} words of an operand for {parts[4]}")
-    plain = (1, 1, 0) if kind == "bf16" else (1, 1)
-    if any(int(program.operands.read(o, U32)(None)[0]) != v for o, v in zip(operands[4:], plain, strict=True)):  # type: ignore[arg-type]
-        raise UnknownInstruction("wgmma with negated or transposed operands is not modelled")
+    factors = [int(program.operands.read(o, U32)(None)[0]) for o in operands[4:]]  # type: ignore[arg-type]
+    # Only what is 16 bits wide can be transposed.
+    transposed = factors.pop() if kind == "bf16" else 0
+    if factors != [1, 1]:
+        raise UnknownInstruction("wgmma with negated operands is not modelled")
     right, adds = program.operands.read(operands[2], B64), program.operands.read(operands[3], PRED)
 
     def run(g: Gang, members: Array) -> None:
@@ -154,11 +158,13 @@ def _multiply(program: Program, instruction: Instruction) -> Exchange:
                 raise WarpSyncError("a wgmma's descriptor and scale must be the same in all lanes")
             known = None
             if not added[lanes[0]]:
-                raise UnknownInstruction("wgmma that does not add is not modelled")
-            if not any(product.sums == sums for product in pipeline.products()):
+                known = np.zeros((len(sums), WARP), np.float32)
+            elif not any(product.sums == sums for product in pipeline.products()):
                 known = g.u4[np.ix_(sums, lanes)].view(np.float32)
             operand = g.u4[np.ix_(left, lanes)]
-            pipeline.groups[-1].append(Product(lanes, sums, left, operand, int(descriptors[lanes[0]]), known, kind))
+            right_operand = int(descriptors[lanes[0]])
+            product = Product(lanes, sums, left, operand, right_operand, bool(transposed), known, kind)
+            pipeline.groups[-1].append(product)
             g.u4[np.ix_(sums, lanes)] = POISON
 
     return run
@@ -171,21 +177,22 @@ def _rows(program: Program, registers: tuple[object, ...]) -> list[int]:
     return [slot.index for slot in slots]
 
 
-def _right_operand(g: Gang, descriptor: int, columns: int, lane: int, kind: str) -> Array:
-    """f8 [depth, columns] in cells of half the depth; no swizzle."""
+def _right_operand(g: Gang, descriptor: int, columns: int, transposed: bool, lane: int, kind: str) -> Array:
+    """f8 [depth, columns] in cells of half the depth, or transposed of 8 columns; no swizzle."""
     start, depth_step, column_step = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
     if descriptor >> 46:
         raise UnknownInstruction("a wgmma descriptor with a swizzle or an offset is not modelled")
-    at = np.arange(columns)
-    addresses = start + np.arange(CELLS)[:, None] * depth_step + at // 8 * column_step + at % 8 * 16
-    flat = addresses.reshape(-1).astype(np.uint64)
-    lanes = np.full(len(flat), lane)
-    cells = load(g, "shared", flat, _CELL, lanes)
-    for address in addresses[:, ::8].reshape(-1):
+    # Eight cells that follow one another, [8 in depth, 8 columns] either way.
+    blocks = start + np.arange(CELLS)[:, None] * depth_step + np.arange(columns // 8) * column_step
+    addresses = (blocks[..., None] + np.arange(8) * 16).reshape(-1).astype(np.uint64)
+    cells = load(g, "shared", addresses, _CELL, np.full(len(addresses), lane))
+    for address in blocks.reshape(-1):
         memory, offset = _group_of_cells(g, int(address))
         g.machine.memory.check_proxy(memory, offset, 128, int(g.threads[lane]))
-    values = decode(np.ascontiguousarray(cells).view(np.uint32).reshape(CELLS * columns, 4), kind)
-    return values.reshape(CELLS, columns, -1).transpose(0, 2, 1).reshape(-1, columns)
+    values = decode(np.ascontiguousarray(cells).view(np.uint32).reshape(len(addresses), 4), kind)
+    values = values.reshape(CELLS, columns // 8, 8, -1)
+    order = (0, 2, 1, 3) if transposed else (0, 3, 1, 2)
+    return values.transpose(order).reshape(-1, columns)
 
 
 def _group_of_cells(g: Gang, address: int) -> tuple[Allocation, int]:

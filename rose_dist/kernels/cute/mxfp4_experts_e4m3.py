@@ -34,8 +34,8 @@ from rose_dist.kernels.warpgroup_matrix import (
     await_products,
     await_sums,
     commit_products,
+    descriptor,
     fence_products,
-    grouped_operand,
     multiply_add_e4m3_async,
 )
 from rose_dist.kernels.warpgroup_tiling import BIAS_BYTES, WARPGROUP
@@ -286,7 +286,7 @@ class E4m3ExpertGemm(jit.Kernel):
         block, half = divmod(number, 2)
         at = half * (width // 2)
         fence_products()
-        right = grouped_operand(ring + block * (CELLS * ROW_GROUP * 16))
+        right = descriptor(ring + block * (CELLS * ROW_GROUP * 16), ROW_GROUP)
         total = multiply_add_e4m3_async(
             [sums[at + i] for i in range(width // 2)], [left[i] for i in range(4)], right,
             CELLS * self.tiling.step_columns,

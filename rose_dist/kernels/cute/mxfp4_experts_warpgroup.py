@@ -30,13 +30,14 @@ from rose_dist.kernels.mxfp4_layout import CODE_BYTES, TILE_BYTES
 from rose_dist.kernels.variants import WARP
 from rose_dist.kernels.warpgroup_matrix import (
     CELL_BYTES,
+    RightOperand,
     await_products,
     await_sums,
     commit_products,
+    descriptor,
     fence_products,
+    further,
     multiply_add_async,
-    right_further,
-    right_operand,
 )
 from rose_dist.kernels.warpgroup_tiling import BIAS_BYTES, WARPGROUP, WarpgroupTiling
 
@@ -214,7 +215,7 @@ class WarpgroupExpertGemm(jit.Kernel):
         self.load_codes(shared, stage, place, 0, codes)
         self.decode_half(codes, 0, left)
         before, step_cells = stage, tiling.stage_bytes // CELL_BYTES
-        right = right_further(right_operand(shared + tiling.ring_offset, tiling.cell_stride), stage * step_cells)
+        right = further(descriptor(shared + tiling.ring_offset, tiling.cell_stride), stage * step_cells)
         for step in range(tiling.steps):
             following, parity = self.after_step(step, stage, parity)
             for block in range_constexpr(tiling.step_columns):
@@ -234,7 +235,7 @@ class WarpgroupExpertGemm(jit.Kernel):
                 for i in range_constexpr(5):
                     codes[i] = ahead[i]
                 self.decode_half(codes, 0, left)
-            right = right_further(right, (following - stage) * step_cells)
+            right = further(right, (following - stage) * step_cells)
             before, stage = stage, following
         self.settle(sums, width)
         return before
@@ -273,8 +274,8 @@ class WarpgroupExpertGemm(jit.Kernel):
         fence_products()
         total = [sums[at + i] for i in range(width // 2)]
         for k in range(2):
-            cells = right_further(right, (2 * block + k) * self.tiling.pair_stride)
-            total = multiply_add_async(total, [left[4 * k + i] for i in range(4)], cells)
+            cells = further(right, (2 * block + k) * self.tiling.pair_stride)
+            total = multiply_add_async(total, [left[4 * k + i] for i in range(4)], RightOperand(cells))
         commit_products()
         for i, value in enumerate(total):
             sums[at + i] = value
