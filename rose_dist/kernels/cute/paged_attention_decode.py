@@ -166,39 +166,55 @@ class DecodeAttention(jit.Kernel):
         part, line_end = run_of_block(batch)
         row, length, head, split, place = self.unpack(part)
         table, blocks = self.look_up(paged, batch, part)
-        if const_expr(self.early):
-            newest = (length - 1) // TILE
-            self.start(ring, paged, batch, part, blocks, Int32(0), newest)
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
-            self.start(ring, paged, batch, part, blocks, newest, Int32(UNLIMITED))
-        else:
-            self.start(ring, paged, batch, part, blocks, Int32(0), Int32(UNLIMITED))
+        newest = vector.select(Boolean(self.early), (length - 1) // TILE, Int32(UNLIMITED))
+        self.start(ring, paged, batch, part, blocks, Int32(0), newest)
         # The first of this block's parts of the request, and whether those are all that there are.
         opening, alone = split, (split == 0) & (last_begins(batch, part) < line_end)
         block = blocks[-1]
+        # Whatever is read behind the wait comes behind the weights that the next launch asks for.
+        sink = self.results.sink(sinks, row >= 0, head * (self.heads * group), group)
+        following = after(batch, part, line_end)
+        next_row, next_length, next_head, next_split, next_place = self.unpack(following)
+        next_table, next_blocks = self.look_up(paged, batch, following)
+        if const_expr(self.early):
+            cute.arch.griddepcontrol_wait()
+        self.load_queries(q, q_stride, row, head, group, queries)
+        if const_expr(self.early):
+            self.start(ring, paged, batch, part, blocks, newest, Int32(UNLIMITED))
+            cute.arch.griddepcontrol_launch_dependents()
         while row >= 0:
-            first = Int64(row) * q_stride + Int64(head) * (group * self.heads * self.head_dim)
-            self.products.load_queries(q + first * self.dtype.itemsize, group, queries)
             current = Part(row, length, head, split, place)
-            following = after(batch, current, line_end)
-            next_table, next_blocks = self.look_up(paged, batch, following)
+            following = Part(next_row, next_length, next_head, next_split, next_place)
             self.attend(ring, scalars, paged, batch, current, table, block, queries, scale)
             # The next part's copies are on their way while this one's results are merged.
             self.start(ring, paged, batch, following, next_blocks, Int32(0), Int32(UNLIMITED))
-            changes = (following.request != row) | (following.group != head)
+            changes = (next_row != row) | (next_head != head)
             cute.arch.sync_threads()
             work = Int64(row) * groups + head
             self.results.finish(
                 sums, scalars, arrived, merged,
                 out + work * (self.heads * self.head_dim * self.dtype.itemsize) * group,
-                partials + work * most_splits * self.results.part_bytes, counters + work * 4, sinks,
-                head * (self.heads * group), group, split, opening, batch.splits(length), alone, changes, value_scale,
+                partials + work * most_splits * self.results.part_bytes, counters + work * 4, sink,
+                group, split, opening, batch.splits(length), alone, changes, value_scale,
             )  # fmt: skip
             row, length, head, split, place = self.unpack(following)
             opening = vector.select(changes, split, opening)
             alone = vector.select(changes, (split == 0) & (last_begins(batch, following) < line_end), alone)
             table, block = next_table, next_blocks[-1]
+            self.load_queries(q, q_stride, row, head, group, queries)
+            sink = self.results.sink(sinks, row >= 0, head * (self.heads * group), group)
+            following = after(batch, following, line_end)
+            next_row, next_length, next_head, next_split, next_place = self.unpack(following)
+            next_table, next_blocks = self.look_up(paged, batch, following)
+
+    @cute.jit
+    def load_queries(
+        self, q: Int64, q_stride: Int64, row: Int32, head: Int32, group: Int32, queries: cute.Tensor
+    ) -> None:  # fmt: skip
+        """Of a part, if there is one."""
+        if row >= 0:
+            first = Int64(row) * q_stride + Int64(head) * (group * self.heads * self.head_dim)
+            self.products.load_queries(q + first * self.dtype.itemsize, group, queries)
 
     def unpack(self, part: Part) -> tuple[Any, ...]:
         return part.request, part.length, part.group, part.split, part.place
