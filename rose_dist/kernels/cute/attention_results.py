@@ -131,12 +131,12 @@ class Results:
         return largest, weights, sums
 
     @cute.jit
-    def sink(self, sinks: Int64, wanted: Boolean, first_head: Int32, group: Int32) -> Float32:
+    def sink(self, sinks: Int64, first_head: Int32, group: Int32) -> Float32:
         """That of the row which this thread merges, for scores in base 2. first_head: the block's first query head."""
         row, _ = self.place()
         head, query = row // self.group_rows, row % self.group_rows
         sink = Float32(NOTHING)
-        if wanted & (sinks != 0) & (query < group):
+        if (sinks != 0) & (query < group):
             sink = vector.scalar(sinks + Int64(first_head + head * group + query) * 4, Float32)[0]
             sink = sink * Float32(1 / math.log(2))
         return sink

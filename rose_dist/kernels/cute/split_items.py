@@ -1,8 +1,9 @@
 """The work of decode attention, on the device.
 
-A request's keys are split into parts of whole tiles, as many and as large as its own length says; all of its parts for
-one head group after another are its work. The requests' works, one after another, are a line of tiles of which every
-block takes a run of about the same length: the parts that begin in it.
+A request's keys are split into parts of whole tiles, as many and as large as its own length says. The requests' tiles,
+one request after another, are a line, of which every team of blocks takes a run of about the same length: the parts
+that begin in it. A team has a block for each head group, and they go through the run side by side: what lies together in
+memory, a token's heads, is so read at about the same time.
 """
 
 from __future__ import annotations
@@ -52,13 +53,17 @@ class Batch:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the line; traced values. request: −1 if there is none. place: where its request and group begin."""
+    """A part of the line; traced values. request: −1 if there is none. place: where its request begins."""
 
     request: Any
     length: Any
-    group: Any
     split: Any
     place: Any
+
+
+def group_of_block(batch: Batch) -> Any:
+    """Which head group is this block's."""
+    return cute.arch.block_idx()[0] % batch.groups
 
 
 def run_of_block(batch: Batch) -> tuple[Part, Any]:
@@ -71,22 +76,19 @@ def run_of_block(batch: Batch) -> tuple[Part, Any]:
 
 def after(batch: Batch, part: Part, end: Any) -> Part:
     """The part after `part`, if it begins before `end`."""
-    request, length, group, split, place = part.request, part.length, part.group, part.split + 1, part.place
+    request, length, split, place = part.request, part.length, part.split + 1, part.place
     done = split >= batch.splits(length)
     place = vector.select(done, place + batch.tiles(length), place)
-    group = vector.select(done, group + 1, group)
     split = vector.select(done, Int32(0), split)
-    over = group >= batch.groups
-    request = vector.select(over, request + 1, request)
-    group = vector.select(over, Int32(0), group)
-    length = vector.select(over, batch.length(request), length)
+    request = vector.select(done, request + 1, request)
+    length = vector.select(done, batch.length(request), length)
     begins = place + split * batch.tiles(length) // batch.splits(length)
     there = (request < batch.requests) & (begins < end)
-    return Part(vector.select(there, request, Int32(-1)), length, group, split, place)
+    return Part(vector.select(there, request, Int32(-1)), length, split, place)
 
 
 def last_begins(batch: Batch, part: Part) -> Any:
-    """Where the last part of the same request and group begins."""
+    """Where the last part of the same request begins."""
     splits = batch.splits(part.length)
     return part.place + (splits - 1) * batch.tiles(part.length) // splits
 
@@ -101,8 +103,8 @@ def _first_part(
     while first < requests:
         total += cute.arch.warp_redux_sync(_tiles_of_lane(batch, first + lane), "add")
         first += WARP
-    share = _share(total * groups, cute.arch.grid_dim()[0])
-    begin = cute.arch.block_idx()[0] * share
+    share = _share(total, cute.arch.grid_dim()[0] // groups)
+    begin = cute.arch.block_idx()[0] // groups * share
     end = begin + share
     # 32 requests at a time, a lane for each.
     request, length, before, first = Int32(-1), Int32(0), Int32(0), Int32(0)
@@ -110,27 +112,24 @@ def _first_part(
         tiles = _tiles_of_lane(batch, first + lane)
         upto = _sum_up_to(tiles, lane)
         count = cute.arch.shuffle_sync(upto, WARP - 1)
-        if begin >= (before + count) * groups:
+        if begin >= before + count:
             first += WARP
             before += count
         else:
             begun = before + upto - tiles
-            owner = cute.arch.warp_redux_sync(vector.select(begun * groups <= begin, lane, Int32(0)), "max")
+            owner = cute.arch.warp_redux_sync(vector.select(begun <= begin, lane, Int32(0)), "max")
             request, before = first + owner, cute.arch.shuffle_sync(begun, owner)
             length = batch.length(request)
-    part = _from(batch, request, length, before * groups, begin, end)
+    part = _from(batch, request, length, before, begin, end)
     there = vector.select(request >= 0, part.request, Int32(-1))
-    return there, part.length, part.group, part.split, part.place, end
+    return there, part.length, part.split, part.place, end
 
 
 def _from(batch: Batch, request: Any, length: Any, place: Any, begin: Any, end: Any) -> Part:
     """The first part from `begin` on, which lies in the work of `request`; that begins at `place`."""
-    tiles = batch.tiles(length)
-    group = (begin - place) // tiles
-    place += group * tiles
     # The last part that begins before, −1 for none.
-    split = ((begin - place) * batch.splits(length) + tiles - 1) // tiles - 1
-    return after(batch, Part(request, length, group, split, place), end)
+    split = ((begin - place) * batch.splits(length) + batch.tiles(length) - 1) // batch.tiles(length) - 1
+    return after(batch, Part(request, length, split, place), end)
 
 
 def _share(tiles: Any, blocks: Any) -> Any:
