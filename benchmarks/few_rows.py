@@ -3,8 +3,8 @@
     python -m benchmarks.few_rows [--rows 1 4 8] [--out FOLDER]
 
 A graph goes through several layers, each with its own weights, so that none are left in L2 from the time before.
-`layer` is all of a decoder layer but attention, with its experts. For one row the last lines compare a layer that ends with
-its norm to one that leaves sum and norm to the next.
+`layer` is all of a decoder layer but attention, with its experts. For one row the last lines compare a layer that ends
+with its norm to one that leaves sum and norm to the next.
 """
 
 from __future__ import annotations

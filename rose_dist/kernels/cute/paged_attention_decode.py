@@ -14,7 +14,7 @@ from rose_dist.kernels.attention_tiling import TILE
 from rose_dist.kernels.cute.attention_products import Products
 from rose_dist.kernels.cute.attention_results import NOTHING, THREADS, WARPS, Results
 from rose_dist.kernels.cute.kv_tiles import Tiles
-from rose_dist.kernels.cute.split_items import Batch, Part, after, group_of_block, last_begins, run_of_block
+from rose_dist.kernels.cute.split_items import Batch, Part, after, group_of_block, is_whole, run_of_block
 from rose_dist.kernels.dsl import (
     Boolean,
     Float32,
@@ -165,18 +165,18 @@ class DecodeAttention(jit.Kernel):
         paged = Paged(keys, values, slot_stride, head_stride, tables, table_stride, first_blocks)
         batch = Batch(lengths, requests, vector.live_rows(live_rows, requests), window, most_splits, groups)
         part, line_end = run_of_block(batch)
-        row, length, split, place = self.unpack(part)
+        row, length, split, place, begin, end = part.values
         head = group_of_block(batch)
         table, blocks = self.look_up(paged, batch, part)
         newest = vector.select(Boolean(self.early), (length - 1) // TILE, Int32(UNLIMITED))
         self.start(ring, paged, batch, part, head, blocks, Int32(0), newest)
         # The first of this block's parts of the request, and whether those are all that there are.
-        opening, alone = split, (split == 0) & (last_begins(batch, part) < line_end)
+        opening, alone = split, is_whole(batch, part, line_end)
         block = blocks[-1]
         # Whatever is read behind the wait comes behind the weights that the next launch asks for.
         sink = self.results.sink(sinks, head * (self.heads * group), group)
         following = after(batch, part, line_end)
-        next_row, next_length, next_split, next_place = self.unpack(following)
+        next_row, next_length, next_split, next_place, next_begin, next_end = following.values
         next_table, next_blocks = self.look_up(paged, batch, following)
         if const_expr(self.early):
             cute.arch.griddepcontrol_wait()
@@ -185,8 +185,8 @@ class DecodeAttention(jit.Kernel):
             self.start(ring, paged, batch, part, head, blocks, newest, Int32(UNLIMITED))
             cute.arch.griddepcontrol_launch_dependents()
         while row >= 0:
-            current = Part(row, length, split, place)
-            following = Part(next_row, next_length, next_split, next_place)
+            current = Part(row, length, split, place, begin, end)
+            following = Part(next_row, next_length, next_split, next_place, next_begin, next_end)
             self.attend(ring, scalars, paged, batch, current, head, table, block, queries, scale)
             # The next part's copies are on their way while this one's results are merged.
             self.start(ring, paged, batch, following, head, next_blocks, Int32(0), Int32(UNLIMITED))
@@ -199,13 +199,13 @@ class DecodeAttention(jit.Kernel):
                 partials + work * most_splits * self.results.part_bytes, counters + work * 4, sink,
                 group, split, opening, batch.splits(length), alone, changes, value_scale,
             )  # fmt: skip
-            row, length, split, place = self.unpack(following)
+            row, length, split, place, begin, end = following.values
             opening = vector.select(changes, split, opening)
-            alone = vector.select(changes, (split == 0) & (last_begins(batch, following) < line_end), alone)
+            alone = vector.select(changes, is_whole(batch, following, line_end), alone)
             table, block = next_table, next_blocks[-1]
             self.load_queries(q, q_stride, row, head, group, queries)
             following = after(batch, following, line_end)
-            next_row, next_length, next_split, next_place = self.unpack(following)
+            next_row, next_length, next_split, next_place, next_begin, next_end = following.values
             next_table, next_blocks = self.look_up(paged, batch, following)
 
     @cute.jit
@@ -217,31 +217,31 @@ class DecodeAttention(jit.Kernel):
             first = Int64(row) * q_stride + Int64(head) * (group * self.heads * self.head_dim)
             self.products.load_queries(q + first * self.dtype.itemsize, group, queries)
 
-    def unpack(self, part: Part) -> tuple[Any, ...]:
-        return part.request, part.length, part.split, part.place
+    def range_of(self, batch: Batch, part: Part) -> tuple[Any, Any]:
+        """This warp's first tile of a part, and where the part ends."""
+        first = batch.first(part.length)
+        end = vector.select(part.request >= 0, part.end, part.begin)
+        return first + part.begin + cute.arch.thread_idx()[0] // WARP, first + end
 
     def look_up(self, paged: Paged, batch: Batch, part: Part) -> tuple[Any, list[Any]]:
         """The request's table, and the blocks of this warp's first tiles and of the one after those. All are asked for
         at once.
         """
         row = Int64(vector.max_of(part.request, Int32(0)))
-        _, begin, end = batch.part(part.length, part.split)
-        end = vector.select(part.request >= 0, end, begin)
+        tile, end = self.range_of(batch, part)
         table = paged.tables + (row * paged.table_stride - self.first_block(paged.first_blocks, row)) * 4
-        tile = begin + cute.arch.thread_idx()[0] // WARP
         return table, [self.block_of(table, tile + stage * WARPS, end) for stage in range(self.distance + 1)]
 
     def start(
         self, ring: Any, paged: Paged, batch: Batch, part: Part, head: Any, blocks: list[Any], lower: Any, upper: Any
     ) -> None:  # fmt: skip
         """Start copying this warp's first tiles, those of `lower` … `upper` − 1 among them: a group of copies each."""
-        low, begin, end = batch.part(part.length, part.split)
-        end = vector.select(part.request >= 0, end, begin)
+        first, end = self.range_of(batch, part)
         for stage in range(self.distance):
-            tile = begin + (cute.arch.thread_idx()[0] // WARP + stage * WARPS)
+            tile = first + stage * WARPS
             self.copy_if(
                 (tile >= lower) & (tile < upper), ring + Uint32(stage * self.tiles.bytes), paged, head,
-                blocks[stage], tile, low, part.length, end,
+                blocks[stage], tile, batch.low(part.length), part.length, end,
             )  # fmt: skip
 
     @cute.jit
@@ -289,8 +289,8 @@ class DecodeAttention(jit.Kernel):
         largest, weights = cute.make_rmem_tensor(2 * octets, Float32), cute.make_rmem_tensor(2 * octets, Float32)
         largest.fill(NOTHING)
         weights.fill(0.0)
-        low, begin, end = batch.part(part.length, part.split)
-        tile = begin + cute.arch.thread_idx()[0] // WARP
+        tile, end = self.range_of(batch, part)
+        low = batch.low(part.length)
         count = vector.max_of((end - tile + (WARPS - 1)) // WARPS, Int32(0))
         # Where the ring is read, and where it is filled.
         full, free = ring, ring + Uint32(self.distance * self.tiles.bytes)
