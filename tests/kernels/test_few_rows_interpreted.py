@@ -35,7 +35,9 @@ EPS, HIDDEN, HEAD_DIM, EXPERTS, ROWS = 1e-5, 64, 32, 32, 2
 
 
 class Layer:
-    """Two query heads and a key head. Queries stand for what attention makes of them, the experts' rows for results."""
+    """Two query heads and a key head. Queries stand for what attention makes of them, and a norm for the experts, as it
+    waits before it lets others begin.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str, rows: int = ROWS) -> None:
         self.rows = rows
@@ -59,12 +61,11 @@ class Layer:
         q = linear_rotary(normed, self.qkv, self.bias, 1, *self.turns, self._cache())
         total = linear_add(q.flatten(1), self.o, None, x)
         rows, slots, weights = self._routed(total)
-        return combine_norm(rows, slots, weights, total, self.norm, EPS), total
+        results = rms_norm(rows, self.norm, EPS)
+        return combine_norm(results, slots, weights, total, self.norm, EPS), total
 
     def alone(self, x: Unsummed) -> tuple[Unsummed, torch.Tensor]:
-        """A layer of one token, and its queries. A norm stands for the experts, as it waits before it lets others
-        begin.
-        """
+        """A layer of one token, and its queries."""
         q, residual = combine_rotary(x, self.qkv, self.bias, 1, *self.turns, self._cache())
         total = linear_add(q.flatten(1), self.o, None, residual)
         rows, slots, weights = self._routed(total)
@@ -108,7 +109,7 @@ def two_layers(layer: Layer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 def test_early_starts_change_nothing(layer: Layer) -> None:
     results, wanted = two_layers(layer)
-    assert len(layer.launches) == 8
+    assert len(layer.launches) == 10
     assert all(one.overlaps for one in layer.launches)
     for seed in range(3):
         layer.gpu.machine.run(layer.launches, seed=seed)
@@ -159,10 +160,10 @@ def test_experts_rows_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
         run()
 
 
-@pytest.mark.parametrize("which", [1, 2, 3], ids=["linear_add", "route_rows", "combine_norm"])
+@pytest.mark.parametrize("which", [1, 2, 4], ids=["linear_add", "route_rows", "combine_norm"])
 def test_a_launch_without_its_wait_is_caught(layer: Layer, which: int) -> None:
     two_layers(layer)
-    launches = layer.launches[:4]
+    launches = layer.launches[:5]
     hasty = next(w for w in weakenings(launches[which].program) if "griddepcontrol.wait" in w.text)
     launches[which] = hasty.apply(launches[which])
 

@@ -112,6 +112,14 @@ class Combine(jit.Kernel):
             total = self.add(total, pairs, loaded)
         return total
 
+    def sum_pairs(self, rows: Any, row_stride: Any, pairs: Any, column: Any) -> Any:
+        """`sum` of slots and weights that are read already."""
+        total = [Float32(0.0)] * self.count
+        for first in range(0, len(pairs), AT_ONCE):
+            some = pairs[first : first + AT_ONCE]
+            total = self.add(total, some, [self.load_row(rows, row_stride, slot, column) for slot, _ in some])
+        return total
+
     def pair(self, slots: Any, weights: Any, j: int) -> tuple[Any, Any]:
         """The slot and the weight of a token's j-th expert."""
         return vector.scalar(slots + 4 * j, Int32)[0], vector.scalar(weights + 4 * j, Float32)[0]
