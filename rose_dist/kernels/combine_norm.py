@@ -24,7 +24,8 @@ def combine_norm(
     """Add each token's weighted sum to `residual`, in place, and normalise that.
 
     Args:
-        rows: the experts' results [packed rows, hidden].
+        rows: the experts' results [packed rows, hidden]. On a GPU the launch that makes them must wait for those before
+            it before it lets others begin, and write none of the rest, which is read while it runs.
         slots: int32 [tokens, k], each pair's row, −1 for nothing. There is no bound on live rows, which would cost more
             to read than it saves: rows that only fill up a batch have −1.
         weights: fp32 [tokens, k].

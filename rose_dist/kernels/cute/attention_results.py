@@ -131,10 +131,21 @@ class Results:
         return largest, weights, sums
 
     @cute.jit
+    def sink(self, sinks: Int64, first_head: Int32, group: Int32) -> Float32:
+        """That of the row which this thread merges, for scores in base 2. first_head: the block's first query head."""
+        row, _ = self.place()
+        head, query = row // self.group_rows, row % self.group_rows
+        sink = Float32(NOTHING)
+        if (sinks != 0) & (query < group):
+            sink = vector.scalar(sinks + Int64(first_head + head * group + query) * 4, Float32)[0]
+            sink = sink * Float32(1 / math.log(2))
+        return sink
+
+    @cute.jit
     def finish(
         self, sums: list[Any], scalars: cute.Tensor, arrived: cute.Tensor, merged: Uint32, out: Int64, parts: Int64,
-        counter: Int64, sinks: Int64, first_head: Int32, group: Int32, split: Int32, opening: Int32, splits: Int32,
-        alone: Boolean, last: Boolean, value_scale: Float32,
+        counter: Int64, sink: Float32, group: Int32, split: Int32, opening: Int32, splits: Int32, alone: Boolean,
+        last: Boolean, value_scale: Float32,
     ) -> None:  # fmt: skip
         """Merge the warps' results of part `split`, and further parts of the request: with those before, if this block
         has all of them (`alone`), else with all, if this is the block's `last` and all others are done. A block barrier
@@ -146,10 +157,6 @@ class Results:
         row, column = self.place()
         # With fewer query heads than rows, some have nothing to write.
         head, query = row // self.group_rows, row % self.group_rows
-        mine = first_head + head * group + query
-        sink = Float32(NOTHING)
-        if (sinks != 0) & (query < group):
-            sink = vector.scalar(sinks + Int64(mine) * 4, Float32)[0] * Float32(1 / math.log(2))
         target = out + Int64((head * group + query) * self.head_dim + column) * self.dtype.itemsize
         own = parts + Int64(row * self.pitch) * 4
         state = self.merge_warps(sums, scalars)

@@ -23,7 +23,7 @@ def launcher(arch: Arch, top_k: int, hidden: int, dtype: torch.dtype) -> jit.Lau
 @dataclass(frozen=True)
 class CombineNorm(jit.Kernel):
     """A block a token, a thread a vector of it. It lets the next launch start at once: its own rows then come
-    5 us later, but that one's weights 7 us earlier (H200).
+    5 us later, but that one's weights 7 us earlier (H200). Nothing but rows is read behind the wait.
     """
 
     source: Combine
@@ -56,12 +56,13 @@ class CombineNorm(jit.Kernel):
         place = (Int64(token) * source.hidden + column) * width
         cute.arch.griddepcontrol_launch_dependents()
         scales = source.load(scale + Int64(column) * width, source.dtype)
-        cute.arch.griddepcontrol_wait()
         # Threads beyond the row must not read what another one may have written already.
         valid = thread < source.vectors
         before = source.load(vector.select(valid, residual + place, scale), source.dtype)
         places = Int64(token) * (source.top_k * 4)
-        summed = source.sum(rows, row_stride, slots + places, weights + places, Int64(0), Int64(0), Int32(0), column)
+        pairs = [source.pair(slots + places, weights + places, j) for j in range(source.top_k)]
+        cute.arch.griddepcontrol_wait()
+        summed = source.sum_pairs(rows, row_stride, pairs, column)
         new = [self.rounded(self.rounded(a) + b) for a, b in zip(summed, before, strict=True)]
         squares = Float32(0.0)
         for value in new:

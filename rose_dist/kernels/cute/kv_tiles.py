@@ -27,6 +27,11 @@ LOW_BYTES, HIGH_BYTES = 0x5140, 0x7362
 """The lower or upper two bytes of two words, each beside its counterpart, those of the first word below."""
 
 
+AHEAD = 256
+"""Bytes that the L2 fetches together: of neighbouring heads, or tokens, which another warp reads at about the same time
+if not this one."""
+
+
 @dataclass(frozen=True)
 class Tiles:
     """Tiles of one cache, 16 keys of `heads` neighbouring heads: bf16, or e4m3 that becomes fp16, which holds all of
@@ -66,11 +71,6 @@ class Tiles:
         """Shared memory of a tile: for each head its keys, then its values."""
         return 2 * self.heads * self.head_bytes
 
-    @property
-    def ahead(self) -> int:
-        """Bytes that lie together in the cache and that this warp reads, as far as L2 can be told."""
-        return 256 if self.heads * self.head_dim * self.dtype.itemsize % 256 == 0 else 128
-
     @cute.jit
     def copy(
         self, stage: Uint32, keys: Int64, values: Int64, slot_stride: Int64, slot: Int64, tile: Int32, low: Int32,
@@ -92,7 +92,7 @@ class Tiles:
                 for piece in range_constexpr(self.key_pieces):
                     i = token // 8 * self.key_pieces + piece
                     place = stage + Uint32(2 * h * self.head_bytes + i * (WARP * 16)) + Uint32(lane * 16)
-                    warp_matrix.copy_async(place, near + (h * head + piece * 64), count, 16, self.ahead)
+                    warp_matrix.copy_async(place, near + (h * head + piece * 64), count, 16, AHEAD)
         size = self.value_bytes
         values += Int64(2 * j) * row + g * size
         values += offset
@@ -105,7 +105,7 @@ class Tiles:
                     i = t * self.value_pieces + piece
                     place = stage + Uint32((2 * h + 1) * self.head_bytes + i * (WARP * size)) + Uint32(lane * size)
                     source = near + (h * head + piece * (8 * size))
-                    warp_matrix.copy_async(place, source, count, size, self.ahead)
+                    warp_matrix.copy_async(place, source, count, size, AHEAD)
 
     def keys(self, stage: Any, head: int) -> list[Any]:
         """a of every product step for a head's 16 keys."""

@@ -101,22 +101,40 @@ class Combine(jit.Kernel):
         total = [Float32(0.0)] * self.count
         for first in range(0, self.top_k, AT_ONCE):
             chosen = range(first, min(first + AT_ONCE, self.top_k))
-            held = {j: vector.scalar(slots + 4 * j, Int32)[0] for j in chosen}
-            weight = {j: vector.scalar(weights + 4 * j, Float32)[0] for j in chosen}
-            loaded = {j: self.load_row(rows, row_stride, held[j], column) for j in chosen}
-            for j in chosen:
-                valid, values = held[j] >= 0, loaded[j]
-                if self.bias is not None:
+            pairs = [self.pair(slots, weights, j) for j in chosen]
+            loaded = [self.load_row(rows, row_stride, slot, column) for slot, _ in pairs]
+            if self.bias is not None:
+                for i, j in enumerate(chosen):
                     expert = vector.scalar(ids + 4 * j, Int32)[0] - first_expert
-                    expert = Int64(vector.select(valid, expert, Int32(0)))
+                    expert = Int64(vector.select(pairs[i][0] >= 0, expert, Int32(0)))
                     added = self.load(bias + (expert * self.hidden + column) * self.bias.itemsize, self.bias)
-                    values = [a + b for a, b in zip(values, added, strict=True)]
-                for i in range(self.count):
-                    summed = total[i] + ptx.product(weight[j], values[i])
-                    total[i] = Float32(vector.select(valid, summed, total[i]))
+                    loaded[i] = [a + b for a, b in zip(loaded[i], added, strict=True)]
+            total = self.add(total, pairs, loaded)
+        return total
+
+    def sum_pairs(self, rows: Any, row_stride: Any, pairs: Any, column: Any) -> Any:
+        """`sum` of slots and weights that are read already."""
+        total = [Float32(0.0)] * self.count
+        for first in range(0, len(pairs), AT_ONCE):
+            some = pairs[first : first + AT_ONCE]
+            total = self.add(total, some, [self.load_row(rows, row_stride, slot, column) for slot, _ in some])
+        return total
+
+    def pair(self, slots: Any, weights: Any, j: int) -> tuple[Any, Any]:
+        """The slot and the weight of a token's j-th expert."""
+        return vector.scalar(slots + 4 * j, Int32)[0], vector.scalar(weights + 4 * j, Float32)[0]
+
+    def add(self, total: Any, pairs: Any, loaded: Any) -> Any:
+        """`total` plus the weighted vectors of rows, one after another; nothing for those without a slot."""
+        for (slot, weight), values in zip(pairs, loaded, strict=True):
+            summed = [a + ptx.product(weight, b) for a, b in zip(total, values, strict=True)]
+            total = [Float32(vector.select(slot >= 0, a, b)) for a, b in zip(summed, total, strict=True)]
         return total
 
     def load_row(self, rows: Any, row_stride: Any, slot: Any, column: Any) -> Any:
         """A vector of the row in `slot`, of row 0 if there is none."""
+        return self.load(self.place_of_row(rows, row_stride, slot, column), self.dtype)
+
+    def place_of_row(self, rows: Any, row_stride: Any, slot: Any, column: Any) -> Any:
         row = Int64(vector.select(slot >= 0, slot, Int32(0)))
-        return self.load(rows + (row * row_stride + column) * self.dtype.itemsize, self.dtype)
+        return rows + (row * row_stride + column) * self.dtype.itemsize

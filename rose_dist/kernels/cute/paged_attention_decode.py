@@ -14,7 +14,7 @@ from rose_dist.kernels.attention_tiling import TILE
 from rose_dist.kernels.cute.attention_products import Products
 from rose_dist.kernels.cute.attention_results import NOTHING, THREADS, WARPS, Results
 from rose_dist.kernels.cute.kv_tiles import Tiles
-from rose_dist.kernels.cute.split_items import Batch, Part, after, last_begins, run_of_block
+from rose_dist.kernels.cute.split_items import Batch, Part, after, group_of_block, is_whole, run_of_block
 from rose_dist.kernels.dsl import (
     Boolean,
     Float32,
@@ -132,13 +132,14 @@ class DecodeAttention(jit.Kernel):
         """Strides in elements; groups: of key heads; group: query heads a key head; `scale` is that of the scores times
         log2 e.
         """
-        blocks = vector.min_of(requests * groups * most_splits, sms * self.blocks_per_sm)
+        # Whole teams (`split_items`).
+        teams = vector.min_of(requests * most_splits, vector.max_of(sms * self.blocks_per_sm // groups, Int32(1)))
         self.kernel(
             q, q_stride, keys, values, slot_stride, head_stride, tables, table_stride, first_blocks, lengths, live_rows,
             sinks, out, partials, counters, requests, groups, group, window, most_splits, scale,
             value_scale,
         ).launch(
-            grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True,
+            grid=[teams * groups, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True,
             min_blocks_per_mp=self.blocks_per_sm, preferred_smem_carveout=100,
         )  # fmt: skip
 
@@ -164,67 +165,83 @@ class DecodeAttention(jit.Kernel):
         paged = Paged(keys, values, slot_stride, head_stride, tables, table_stride, first_blocks)
         batch = Batch(lengths, requests, vector.live_rows(live_rows, requests), window, most_splits, groups)
         part, line_end = run_of_block(batch)
-        row, length, head, split, place = self.unpack(part)
+        row, length, split, place, begin, end = part.values
+        head = group_of_block(batch)
         table, blocks = self.look_up(paged, batch, part)
-        if const_expr(self.early):
-            newest = (length - 1) // TILE
-            self.start(ring, paged, batch, part, blocks, Int32(0), newest)
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
-            self.start(ring, paged, batch, part, blocks, newest, Int32(UNLIMITED))
-        else:
-            self.start(ring, paged, batch, part, blocks, Int32(0), Int32(UNLIMITED))
+        newest = vector.select(Boolean(self.early), (length - 1) // TILE, Int32(UNLIMITED))
+        self.start(ring, paged, batch, part, head, blocks, Int32(0), newest)
         # The first of this block's parts of the request, and whether those are all that there are.
-        opening, alone = split, (split == 0) & (last_begins(batch, part) < line_end)
+        opening, alone = split, is_whole(batch, part, line_end)
         block = blocks[-1]
+        # Whatever is read behind the wait comes behind the weights that the next launch asks for.
+        sink = self.results.sink(sinks, head * (self.heads * group), group)
+        following = after(batch, part, line_end)
+        next_row, next_length, next_split, next_place, next_begin, next_end = following.values
+        next_table, next_blocks = self.look_up(paged, batch, following)
+        if const_expr(self.early):
+            cute.arch.griddepcontrol_wait()
+        self.load_queries(q, q_stride, row, head, group, queries)
+        if const_expr(self.early):
+            self.start(ring, paged, batch, part, head, blocks, newest, Int32(UNLIMITED))
+            cute.arch.griddepcontrol_launch_dependents()
         while row >= 0:
-            first = Int64(row) * q_stride + Int64(head) * (group * self.heads * self.head_dim)
-            self.products.load_queries(q + first * self.dtype.itemsize, group, queries)
-            current = Part(row, length, head, split, place)
-            following = after(batch, current, line_end)
-            next_table, next_blocks = self.look_up(paged, batch, following)
-            self.attend(ring, scalars, paged, batch, current, table, block, queries, scale)
+            current = Part(row, length, split, place, begin, end)
+            following = Part(next_row, next_length, next_split, next_place, next_begin, next_end)
+            self.attend(ring, scalars, paged, batch, current, head, table, block, queries, scale)
             # The next part's copies are on their way while this one's results are merged.
-            self.start(ring, paged, batch, following, next_blocks, Int32(0), Int32(UNLIMITED))
-            changes = (following.request != row) | (following.group != head)
+            self.start(ring, paged, batch, following, head, next_blocks, Int32(0), Int32(UNLIMITED))
+            changes = next_row != row
             cute.arch.sync_threads()
             work = Int64(row) * groups + head
             self.results.finish(
                 sums, scalars, arrived, merged,
                 out + work * (self.heads * self.head_dim * self.dtype.itemsize) * group,
-                partials + work * most_splits * self.results.part_bytes, counters + work * 4, sinks,
-                head * (self.heads * group), group, split, opening, batch.splits(length), alone, changes, value_scale,
+                partials + work * most_splits * self.results.part_bytes, counters + work * 4, sink,
+                group, split, opening, batch.splits(length), alone, changes, value_scale,
             )  # fmt: skip
-            row, length, head, split, place = self.unpack(following)
+            row, length, split, place, begin, end = following.values
             opening = vector.select(changes, split, opening)
-            alone = vector.select(changes, (split == 0) & (last_begins(batch, following) < line_end), alone)
+            alone = vector.select(changes, is_whole(batch, following, line_end), alone)
             table, block = next_table, next_blocks[-1]
+            self.load_queries(q, q_stride, row, head, group, queries)
+            following = after(batch, following, line_end)
+            next_row, next_length, next_split, next_place, next_begin, next_end = following.values
+            next_table, next_blocks = self.look_up(paged, batch, following)
 
-    def unpack(self, part: Part) -> tuple[Any, ...]:
-        return part.request, part.length, part.group, part.split, part.place
+    @cute.jit
+    def load_queries(
+        self, q: Int64, q_stride: Int64, row: Int32, head: Int32, group: Int32, queries: cute.Tensor
+    ) -> None:  # fmt: skip
+        """Of a part, if there is one."""
+        if row >= 0:
+            first = Int64(row) * q_stride + Int64(head) * (group * self.heads * self.head_dim)
+            self.products.load_queries(q + first * self.dtype.itemsize, group, queries)
+
+    def range_of(self, batch: Batch, part: Part) -> tuple[Any, Any]:
+        """This warp's first tile of a part, and where the part ends."""
+        first = batch.first(part.length)
+        end = vector.select(part.request >= 0, part.end, part.begin)
+        return first + part.begin + cute.arch.thread_idx()[0] // WARP, first + end
 
     def look_up(self, paged: Paged, batch: Batch, part: Part) -> tuple[Any, list[Any]]:
         """The request's table, and the blocks of this warp's first tiles and of the one after those. All are asked for
         at once.
         """
         row = Int64(vector.max_of(part.request, Int32(0)))
-        _, begin, end = batch.part(part.length, part.split)
-        end = vector.select(part.request >= 0, end, begin)
+        tile, end = self.range_of(batch, part)
         table = paged.tables + (row * paged.table_stride - self.first_block(paged.first_blocks, row)) * 4
-        tile = begin + cute.arch.thread_idx()[0] // WARP
         return table, [self.block_of(table, tile + stage * WARPS, end) for stage in range(self.distance + 1)]
 
     def start(
-        self, ring: Any, paged: Paged, batch: Batch, part: Part, blocks: list[Any], lower: Any, upper: Any
+        self, ring: Any, paged: Paged, batch: Batch, part: Part, head: Any, blocks: list[Any], lower: Any, upper: Any
     ) -> None:  # fmt: skip
         """Start copying this warp's first tiles, those of `lower` … `upper` − 1 among them: a group of copies each."""
-        low, begin, end = batch.part(part.length, part.split)
-        end = vector.select(part.request >= 0, end, begin)
+        first, end = self.range_of(batch, part)
         for stage in range(self.distance):
-            tile = begin + (cute.arch.thread_idx()[0] // WARP + stage * WARPS)
+            tile = first + stage * WARPS
             self.copy_if(
-                (tile >= lower) & (tile < upper), ring + Uint32(stage * self.tiles.bytes), paged, part.group,
-                blocks[stage], tile, low, part.length, end,
+                (tile >= lower) & (tile < upper), ring + Uint32(stage * self.tiles.bytes), paged, head,
+                blocks[stage], tile, batch.low(part.length), part.length, end,
             )  # fmt: skip
 
     @cute.jit
@@ -260,8 +277,8 @@ class DecodeAttention(jit.Kernel):
 
     @cute.jit
     def attend(
-        self, ring: Uint32, scalars: cute.Tensor, paged: Paged, batch: Batch, part: Part, table: Int64, block: Int32,
-        queries: cute.Tensor, scale: Float32,
+        self, ring: Uint32, scalars: cute.Tensor, paged: Paged, batch: Batch, part: Part, head: Int32, table: Int64,
+        block: Int32, queries: cute.Tensor, scale: Float32,
     ) -> None:  # fmt: skip
         """This warp's share of a part's tiles; into the ring and `scalars`."""
         size = self.head_dim // 4
@@ -272,15 +289,15 @@ class DecodeAttention(jit.Kernel):
         largest, weights = cute.make_rmem_tensor(2 * octets, Float32), cute.make_rmem_tensor(2 * octets, Float32)
         largest.fill(NOTHING)
         weights.fill(0.0)
-        low, begin, end = batch.part(part.length, part.split)
-        tile = begin + cute.arch.thread_idx()[0] // WARP
+        tile, end = self.range_of(batch, part)
+        low = batch.low(part.length)
         count = vector.max_of((end - tile + (WARPS - 1)) // WARPS, Int32(0))
         # Where the ring is read, and where it is filled.
         full, free = ring, ring + Uint32(self.distance * self.tiles.bytes)
         for i in cutlass.range(count, unroll=1):
             ahead = tile + (i + self.distance) * WARPS
             warp_matrix.await_copies(self.distance - 1)
-            self.copy_if(Boolean(True), free, paged, part.group, block, ahead, low, part.length, end)
+            self.copy_if(Boolean(True), free, paged, head, block, ahead, low, part.length, end)
             block = self.block_of(table, ahead + WARPS, end)
             self.products.multiply(full, queries, acc, largest, weights, tile + i * WARPS, low, part.length, scale)
             full, free = self.next_stage(ring, full), self.next_stage(ring, free)

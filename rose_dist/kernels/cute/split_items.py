@@ -1,8 +1,9 @@
 """The work of decode attention, on the device.
 
-A request's keys are split into parts of whole tiles, as many and as large as its own length says; all of its parts for
-one head group after another are its work. The requests' works, one after another, are a line of tiles of which every
-block takes a run of about the same length: the parts that begin in it.
+A request's keys are split into parts of whole tiles, as many and as large as its own length says. The requests' tiles,
+one request after another, are a line, of which every team of blocks takes a run of about the same length: the parts
+that begin in it. A team has a block for each head group, and they go through the run side by side: what lies together
+in memory, a token's heads, is so read at about the same time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from rose_dist.kernels import vector
 from rose_dist.kernels.attention_tiling import MIN_TILES, TILE
-from rose_dist.kernels.dsl import Int32, Int64, cute
+from rose_dist.kernels.dsl import Int32, Int64, Uint32, cute
 from rose_dist.kernels.variants import WARP
 
 
@@ -33,32 +34,56 @@ class Batch:
         stored = vector.scalar(self.lengths + Int64(known) * 4, Int32)[0]
         return vector.select(request < self.live, stored, Int32(0))
 
+    def low(self, length: Any) -> Any:
+        """The first key that the query sees."""
+        return vector.max_of(length - self.window, Int32(0))
+
+    def first(self, length: Any) -> Any:
+        """That key's tile."""
+        return self.low(length) // TILE
+
     def tiles(self, length: Any) -> Any:
         """On the line: at least one, as every request has a result."""
-        low = vector.max_of(length - self.window, Int32(0))
-        return vector.max_of(_count(length, low), Int32(1))
+        return vector.max_of(self._seen(length), Int32(1))
 
     def splits(self, length: Any) -> Any:
         """Parts of a request's keys: they depend on nothing but its own length."""
         return vector.max_of(vector.min_of(self.tiles(length) // MIN_TILES, self.most_splits), Int32(1))
 
-    def part(self, length: Any, split: Any) -> tuple[Any, Any, Any]:
-        """The first key that the query sees, and a part's first tile and end."""
-        low = vector.max_of(length - self.window, Int32(0))
-        tiles, splits = _count(length, low), self.splits(length)
-        first = low // TILE
-        return low, first + split * tiles // splits, first + (split + 1) * tiles // splits
+    def begins(self, length: Any, split: Any) -> Any:
+        """Where a part begins in its request's tiles."""
+        return Int32(Uint32(split * self.tiles(length)) // Uint32(self.splits(length)))
+
+    def part(self, request: Any, length: Any, split: Any, place: Any, begin: Any) -> Part:
+        """Part number `split` of a request whose tiles start at `place` of the line."""
+        end = vector.min_of(self.begins(length, split + 1), self._seen(length))
+        return Part(request, length, split, place, begin, end)
+
+    def _seen(self, length: Any) -> Any:
+        return (length + (TILE - 1)) // TILE - self.first(length)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the line; traced values. request: −1 if there is none. place: where its request and group begin."""
+    """A part of the line; traced values. request: −1 if there is none. place: where its request begins. begin, end:
+    which of the request's tiles it has.
+    """
 
     request: Any
     length: Any
-    group: Any
     split: Any
     place: Any
+    begin: Any
+    end: Any
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        return self.request, self.length, self.split, self.place, self.begin, self.end
+
+
+def group_of_block(batch: Batch) -> Any:
+    """Which head group is this block's."""
+    return cute.arch.block_idx()[0] % batch.groups
 
 
 def run_of_block(batch: Batch) -> tuple[Part, Any]:
@@ -71,24 +96,20 @@ def run_of_block(batch: Batch) -> tuple[Part, Any]:
 
 def after(batch: Batch, part: Part, end: Any) -> Part:
     """The part after `part`, if it begins before `end`."""
-    request, length, group, split, place = part.request, part.length, part.group, part.split + 1, part.place
-    done = split >= batch.splits(length)
-    place = vector.select(done, place + batch.tiles(length), place)
-    group = vector.select(done, group + 1, group)
-    split = vector.select(done, Int32(0), split)
-    over = group >= batch.groups
-    request = vector.select(over, request + 1, request)
-    group = vector.select(over, Int32(0), group)
-    length = vector.select(over, batch.length(request), length)
-    begins = place + split * batch.tiles(length) // batch.splits(length)
-    there = (request < batch.requests) & (begins < end)
-    return Part(vector.select(there, request, Int32(-1)), length, group, split, place)
+    done = part.split + 1 >= batch.splits(part.length)
+    request = vector.select(done, part.request + 1, part.request)
+    length = vector.select(done, batch.length(request), part.length)
+    split = vector.select(done, Int32(0), part.split + 1)
+    place = vector.select(done, part.place + batch.tiles(part.length), part.place)
+    begin = vector.select(done, Int32(0), part.end)
+    there = (request < batch.requests) & (place + begin < end)
+    return batch.part(vector.select(there, request, Int32(-1)), length, split, place, begin)
 
 
-def last_begins(batch: Batch, part: Part) -> Any:
-    """Where the last part of the same request and group begins."""
+def is_whole(batch: Batch, part: Part, end: Any) -> Any:
+    """Whether `part` is its request's first one and all of them begin before `end`."""
     splits = batch.splits(part.length)
-    return part.place + (splits - 1) * batch.tiles(part.length) // splits
+    return (part.split == 0) & ((splits - 1) * batch.tiles(part.length) < (end - part.place) * splits)
 
 
 @cute.jit
@@ -101,8 +122,8 @@ def _first_part(
     while first < requests:
         total += cute.arch.warp_redux_sync(_tiles_of_lane(batch, first + lane), "add")
         first += WARP
-    share = _share(total * groups, cute.arch.grid_dim()[0])
-    begin = cute.arch.block_idx()[0] * share
+    share = _share(total, cute.arch.grid_dim()[0] // groups)
+    begin = cute.arch.block_idx()[0] // groups * share
     end = begin + share
     # 32 requests at a time, a lane for each.
     request, length, before, first = Int32(-1), Int32(0), Int32(0), Int32(0)
@@ -110,27 +131,24 @@ def _first_part(
         tiles = _tiles_of_lane(batch, first + lane)
         upto = _sum_up_to(tiles, lane)
         count = cute.arch.shuffle_sync(upto, WARP - 1)
-        if begin >= (before + count) * groups:
+        if begin >= before + count:
             first += WARP
             before += count
         else:
             begun = before + upto - tiles
-            owner = cute.arch.warp_redux_sync(vector.select(begun * groups <= begin, lane, Int32(0)), "max")
+            owner = cute.arch.warp_redux_sync(vector.select(begun <= begin, lane, Int32(0)), "max")
             request, before = first + owner, cute.arch.shuffle_sync(begun, owner)
             length = batch.length(request)
-    part = _from(batch, request, length, before * groups, begin, end)
+    part = _from(batch, request, length, before, begin, end)
     there = vector.select(request >= 0, part.request, Int32(-1))
-    return there, part.length, part.group, part.split, part.place, end
+    return there, *part.values[1:], end
 
 
 def _from(batch: Batch, request: Any, length: Any, place: Any, begin: Any, end: Any) -> Part:
     """The first part from `begin` on, which lies in the work of `request`; that begins at `place`."""
-    tiles = batch.tiles(length)
-    group = (begin - place) // tiles
-    place += group * tiles
     # The last part that begins before, −1 for none.
-    split = ((begin - place) * batch.splits(length) + tiles - 1) // tiles - 1
-    return after(batch, Part(request, length, group, split, place), end)
+    split = ((begin - place) * batch.splits(length) + batch.tiles(length) - 1) // batch.tiles(length) - 1
+    return after(batch, batch.part(request, length, split, place, Int32(0)), end)
 
 
 def _share(tiles: Any, blocks: Any) -> Any:
@@ -148,10 +166,6 @@ def _share(tiles: Any, blocks: Any) -> Any:
 
 def _tiles_of_lane(batch: Batch, request: Any) -> Any:
     return vector.select(request < batch.requests, batch.tiles(batch.length(request)), Int32(0))
-
-
-def _count(length: Any, low: Any) -> Any:
-    return (length + (TILE - 1)) // TILE - low // TILE
 
 
 def _sum_up_to(value: Any, lane: Any) -> Any:
