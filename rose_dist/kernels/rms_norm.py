@@ -15,7 +15,10 @@ from rose_dist.kernels.row_tiling import QUANTIZE_SHAPES, ROW_SHAPES, SHORT_QUAN
 MAX_HIDDEN = 16384
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_bias: float = 0.0, out: Tensor | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, weight_bias: float = 0.0, out: Tensor | None = None,
+    ends_chain: bool = False,
+) -> Tensor:  # fmt: skip
     """Scale every row of `x` to unit root mean square, times `weight`.
 
     Args:
@@ -24,6 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_bias: float = 0.0,
         eps: added to the mean square.
         weight_bias: added to every weight (1.0 where a checkpoint stores offsets from one).
         out: [rows, hidden] of `x`'s dtype to write to; may be `x`.
+        ends_chain: the next launch on the stream may read what those before this one have written before it waits.
 
     Returns:
         [rows, hidden] of `x`'s dtype. Computed in fp32: x · rsqrt(mean(x²) + eps) · weight, then rounded once.
@@ -36,7 +40,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_bias: float = 0.0,
         return result if out is None else out.copy_(result)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, weight, eps, weight_bias, out=out)
+    _launch(x, weight, eps, weight_bias, out=out, ends_chain=ends_chain)
     return out
 
 
@@ -109,9 +113,9 @@ def _reference(x: Tensor, weight: Tensor, eps: float, weight_bias: float) -> Ten
 def _launch(
     x: Tensor, weight: Tensor, eps: float, weight_bias: float, *, out: Tensor, residual: Tensor | None = None,
     total: Tensor | None = None, quantized: BlockOutput | None = None, scales: Tensor | None = None,
-    global_scale: Tensor | None = None,
+    global_scale: Tensor | None = None, ends_chain: bool = False,
 ) -> None:  # fmt: skip
-    launcher, padded_rows = _prepare(x, weight, residual, total, out, weight_bias, quantized)
+    launcher, padded_rows = _prepare(x, weight, residual, total, out, weight_bias, quantized, ends_chain)
     rows = x.shape[0]
     if rows:
         launch.run(
@@ -123,7 +127,7 @@ def _launch(
 @checks.once
 def _prepare(
     x: Tensor, weight: Tensor, residual: Tensor | None, total: Tensor | None, out: Tensor, weight_bias: float,
-    quantized: BlockOutput | None,
+    quantized: BlockOutput | None, ends_chain: bool,
 ) -> tuple[jit.Launcher, int]:  # fmt: skip
     """The kernel for arguments that have been checked, and the rows of the scales."""
     _check(x, weight, residual, out if quantized is None else None)
@@ -135,8 +139,9 @@ def _prepare(
     from rose_dist.kernels.cute import rms_norm as cute  # noqa: PLC0415 - it loads the compiler
 
     launcher = cute.launcher(
-        device.arch, x.dtype, weight.dtype, hidden, shape, vector_bytes, weight_bias, residual is not None, quantized
-    )
+        device.arch, x.dtype, weight.dtype, hidden, shape, vector_bytes, weight_bias, residual is not None, quantized,
+        ends_chain,
+    )  # fmt: skip
     return launcher, 0 if quantized is None else quantized.layout.padded_rows(rows)
 
 

@@ -69,6 +69,7 @@ def norms(arch: Arch) -> Iterator[Kernel]:
         for shape in ROW_SHAPES.variants:
             for residual in (False, True):
                 yield norm_kernel(arch, dtype, dtype, hidden, shape, width, 0.0, residual, None)
+    yield norm_kernel(arch, dtype, dtype, 2880, ROW_SHAPES.variants[0], width, 0.0, False, None, ends_chain=True)
     output = BlockOutput(FP8, ScaleLayout.ROWS, 128)
     yield norm_kernel(arch, dtype, dtype, 128, SHORT_QUANTIZE_SHAPES.variants[-1], width, 0.0, False, output)
     for hidden in HIDDEN:

@@ -19,8 +19,9 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = parameter(hidden, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor, *, ends_chain: bool = False) -> Tensor:
+        """ends_chain: as for `rms_norm`."""
+        return rms_norm(x, self.weight, self.eps, ends_chain=ends_chain)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """norm(x + residual) and x + residual."""

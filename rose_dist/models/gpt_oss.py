@@ -153,7 +153,8 @@ class GptOssModel(nn.Module):
         """[tokens, hidden], normalised, of all rows."""
         layers = self.decoder_layers
         afters = [*(layer.input_layernorm for layer in layers[1:]), self.norm]
-        state: Tensor | Unsummed = layers[0].input_layernorm(x)
+        # The rotary angles, which the next launch reads early, come from the embedding's.
+        state: Tensor | Unsummed = layers[0].input_layernorm(x, ends_chain=True)
         aheads = [*(layer.self_attn.qkv_proj.weight for layer in layers[1:]), None]
         alone = x.shape[0] == 1 and layers[0].mlp.leaves_sums
         for layer, after, ahead, (group, place) in zip(layers, afters, aheads, self.places, strict=True):

@@ -28,16 +28,18 @@ from rose_dist.kernels.row_tiling import RowShape, RowTiling, tile
 @cache
 def launcher(
     arch: Arch, dtype: torch.dtype, weight_dtype: torch.dtype, hidden: int, shape: RowShape, vector_bytes: int,
-    weight_bias: float, residual: bool, quantized: BlockOutput | None,
+    weight_bias: float, residual: bool, quantized: BlockOutput | None, ends_chain: bool,
 ) -> jit.Launcher:  # fmt: skip
     return jit.load(
-        norm_kernel(arch, dtype, weight_dtype, hidden, shape, vector_bytes, weight_bias, residual, quantized)
+        norm_kernel(
+            arch, dtype, weight_dtype, hidden, shape, vector_bytes, weight_bias, residual, quantized, ends_chain
+        )
     )
 
 
 def norm_kernel(
     arch: Arch, dtype: torch.dtype, weight_dtype: torch.dtype, hidden: int, shape: RowShape, vector_bytes: int,
-    weight_bias: float, residual: bool, quantized: BlockOutput | None,
+    weight_bias: float, residual: bool, quantized: BlockOutput | None, ends_chain: bool = False,
 ) -> RMSNorm:  # fmt: skip
     block = 0 if quantized is None else quantized.fmt.block
     count = shape.lane_elements(hidden, vector_bytes, dtype.itemsize, block)
@@ -45,7 +47,7 @@ def norm_kernel(
     tiling = tile(hidden // count, count * dtype.itemsize, shape, group=group)
     return RMSNorm(
         arch, dtype, weight_dtype, tiling, count, vector_bytes, weight_bias, residual, quantized, shape.streams,
-        shape.clusters,
+        shape.clusters, ends_chain,
     )  # fmt: skip
 
 
@@ -70,6 +72,8 @@ class RMSNorm(jit.Kernel):
     """Rows are asked for before the weights, which otherwise come while the kernel before still runs."""
     clusters: bool
     """Blocks are launched as clusters of one, and so start more slowly."""
+    ends_chain: bool
+    """The next launch begins only once those before this one are complete: it reads early what they write."""
 
     @cute.jit
     def __call__(
@@ -100,13 +104,16 @@ class RMSNorm(jit.Kernel):
         places = [vector.place(tiling, lane, i) for i in range(tiling.vectors)]
         x += Int64(row) * x_stride * width
         residual += Int64(row) * residual_stride * width
-        # What comes next reads no more than weights before it waits, and so for this launch and those before.
-        cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(not self.ends_chain):
+            # What comes next reads no more than weights before it waits, and so for this launch and those before.
+            cute.arch.griddepcontrol_launch_dependents()
         weights = []
         if const_expr(not self.streams):
             weights = self.load_weights(weight, places)
         # Weights are constant; everything below may be the work of the kernel before.
         cute.arch.griddepcontrol_wait()
+        if const_expr(self.ends_chain):
+            cute.arch.griddepcontrol_launch_dependents()
         tensor_scale = block_scale.read_global_scale(self.quantized, global_scale)
         values = self.load_sums(x, residual, places)
         others = [self.load_sums(x, residual, part) for part in self.places_of_others(lane)]
