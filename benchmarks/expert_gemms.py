@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,20 @@ import torch
 from benchmarks.experts import FLOP_A_ROW, HIDDEN, LAYERS, LIMIT, MODELS, Layer, per_layer, relative_error, routed, show
 from benchmarks.graphs import copy_rate, table
 from rose_dist.kernels.e4m3_tiling import E4M3_SHAPES
-from rose_dist.kernels.mxfp4_e4m3 import empty_codes, quantize_rows, reference
+from rose_dist.kernels.mxfp4_e4m3 import reference
 from rose_dist.kernels.mxfp4_e4m3 import launch_gemm as launch_e4m3
 from rose_dist.kernels.mxfp4_experts import launch_one, launch_warp_gemm, launch_warpgroup_gemm, tiling
+from rose_dist.kernels.row_groups import empty_groups, group_rows
 from rose_dist.kernels.stream_tiling import EXPERT_SHAPES
 from rose_dist.kernels.swiglu import ALPHA
 from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES
 
 TOKENS = (512, 1024, 2048, 4096)
-GEMMS: dict[str, Callable[..., None]] = {
-    "warp": launch_warp_gemm,
-    **{str(shape.widths[-1]): partial(launch_warpgroup_gemm, shape=shape) for shape in WARPGROUP_SHAPES.variants},
+BF16_160 = WARPGROUP_SHAPES.variants[-1]
+BF16 = {
+    **{f"bf16 rows {shape.widths[-1]}": shape for shape in WARPGROUP_SHAPES.variants},
+    "bf16 rows 128": replace(BF16_160, widths=(96, 112, 128), stages=8),
+    "bf16 rows 160, 3 blocks a stage": replace(BF16_160, step_columns=3, stages=5),
 }
 """By the most rows of x that warpgroups multiply at a time."""
 FP8_64, FP8_160 = E4M3_SHAPES.variants
