@@ -35,8 +35,10 @@ LEAST_ROWS = 33
 
 
 def takes(rows: ExpertRows) -> bool:
-    """Whether these are so many that rows in FP8 pay. A decode step's hardly ever are."""
-    return rows.most >= LEAST_ROWS
+    """Whether these are so many that rows in FP8 pay. A decode step's hardly ever are. What the dispatch has made of
+    them stands.
+    """
+    return rows.most >= LEAST_ROWS if rows.groups is None else rows.groups.cells.dtype is torch.uint8
 
 
 def expert_mlp_e4m3(
@@ -62,10 +64,10 @@ def expert_mlp_e4m3(
         raise UnsupportedArchError(f"rows in FP8 run on Hopper only, this GPU is {launch.device(x).arch}")
     out = torch.empty(x.shape[0], down.weight.rows, dtype=x.dtype, device=x.device)
     if x.shape[0]:
-        codes, scales = group_rows(x, rows.counts, rows.offsets, torch.uint8)
-        h = empty_groups(x.shape[0], gate_up.weight.experts, gate_up.weight.rows // 2, torch.uint8, x.device)
+        groups = rows.groups or group_rows(x, rows.counts, rows.offsets, torch.uint8)
+        h = empty_groups(groups.cells.shape[0], gate_up.weight.rows // 2, torch.uint8, x.device)
         shape = E4M3_SHAPES.select(rows.most)
-        launch_gemm(codes, scales, gate_up, rows, h, shape, alpha=alpha, limit=limit)
+        launch_gemm(groups.cells, groups.scales, gate_up, rows, h, shape, alpha=alpha, limit=limit)
         launch_gemm(h, None, down, rows, out, shape, alpha=0.0, limit=0.0)
     return out
 

@@ -16,7 +16,7 @@ from rose_dist.kernels.jit import Launcher
 from rose_dist.kernels.layer_meeting import LIMIT_NS, meeting
 from rose_dist.kernels.mxfp4 import BLOCK, dequantize_mxfp4
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES, PackedMxfp4
-from rose_dist.kernels.row_groups import empty_groups, group_rows
+from rose_dist.kernels.row_groups import GroupedRows, empty_groups, group_rows
 from rose_dist.kernels.stream_tiling import EXPERT_SHAPES, StreamShape, StreamTiling, stream
 from rose_dist.kernels.swiglu import ALPHA, Rows, clamped_swiglu
 from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, gemm
@@ -44,6 +44,8 @@ class ExpertRows:
     """How the rows were packed."""
     listed: Rows | None = None
     """The rows that are somebody's, one by one, where the dispatch has a list of them."""
+    groups: GroupedRows | None = None
+    """The rows, in place of those packed, where the dispatch has them so."""
 
     @cached_property
     def ends(self) -> Tensor:
@@ -101,7 +103,7 @@ def expert_mlp(
     """`expert_linear` of what `expert_swiglu` gives, to the bit. For few rows both go in one launch, where the layers
     have the same columns; it brings `ahead`, dense weights that a later launch reads, into L2.
     """
-    many = rows.most >= EXPERT_GEMM_ROWS
+    many = rows.groups is not None or rows.most >= EXPERT_GEMM_ROWS
     if x.is_cuda and x.shape[0] > 0 and many and launch.device(x).arch.hopper:
         return _mlp_of_groups(x, gate_up, down, rows, alpha=alpha, limit=limit)
     few = x.is_cuda and x.shape[0] > 0 and not many
@@ -122,13 +124,13 @@ def _mlp_of_groups(
     """`expert_mlp` by products of warpgroups, Hopper's."""
     _check(x, *gate_up, rows)
     out = torch.empty(x.shape[0], down.weight.rows, dtype=x.dtype, device=x.device)
-    h = empty_groups(x.shape[0], gate_up.weight.experts, gate_up.weight.rows // 2, x.dtype, x.device)
     if down.weight.columns * 2 != gate_up.weight.rows:
         raise checks.fail("down.weight", f"has {down.weight.columns} columns; needs {gate_up.weight.rows // 2}")
     check_layer(*down, x, rows)
     shape = WARPGROUP_SHAPES.select(rows.most)
-    groups, _ = group_rows(x, rows.counts, rows.offsets, x.dtype)
-    launch_warpgroup_gemm(groups, gate_up, rows, h, shape, gated=True, alpha=alpha, limit=limit)
+    groups = rows.groups or group_rows(x, rows.counts, rows.offsets, x.dtype)
+    h = empty_groups(groups.cells.shape[0], gate_up.weight.rows // 2, x.dtype, x.device)
+    launch_warpgroup_gemm(groups.cells, gate_up, rows, h, shape, gated=True, alpha=alpha, limit=limit)
     launch_warpgroup_gemm(h, down, rows, out, shape, gated=False, alpha=0.0, limit=0.0)
     return out
 

@@ -9,6 +9,8 @@ come out of their decoding, and results into one thread.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -20,29 +22,44 @@ GROUPS = PackedLayout(ROW_GROUP)
 """Where each expert's groups are."""
 
 
-def empty_groups(total: int, experts: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Room for `total` rows of `columns`, bf16 or e4m3's codes: [groups, cells, 8, elements of a cell]."""
-    groups, cell = GROUPS.capacity(total, experts) // ROW_GROUP, CELL_BYTES // dtype.itemsize
+@dataclass(frozen=True)
+class GroupedRows:
+    cells: Tensor
+    """bf16, or e4m3's codes as uint8: [groups, cells, 8, elements of a cell]."""
+    scales: Tensor | None
+    """Of codes: fp32 [groups · 8], one a row."""
+
+    @classmethod
+    def within(cls, x: Tensor, dtype: torch.dtype) -> GroupedRows:
+        """In the memory of bf16 [rows, columns]; codes take half of it, and have their scales behind them."""
+        rows, columns = x.shape
+        cell = CELL_BYTES // dtype.itemsize
+        memory = x.view(dtype).flatten()
+        cells = memory[: rows * columns].view(rows // ROW_GROUP, columns // cell, ROW_GROUP, cell)
+        scales = memory[rows * columns :][: 4 * rows].view(torch.float32) if dtype is torch.uint8 else None
+        return cls(cells, scales)
+
+
+def empty_groups(groups: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Room for so many groups of bf16, or of e4m3's codes as uint8: [groups, cells, 8, elements of a cell]."""
+    cell = CELL_BYTES // dtype.itemsize
     return torch.empty(groups, columns // cell, ROW_GROUP, cell, dtype=dtype, device=device)
 
 
-def group_rows(x: Tensor, counts: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Rows packed by expert, on a GPU, in groups.
+def group_rows(x: Tensor, counts: Tensor, offsets: Tensor, dtype: torch.dtype) -> GroupedRows:
+    """Rows packed by expert, on a Hopper GPU, in groups.
 
     Args:
         x: bf16 [rows, columns]; of expert e the rows `offsets[e]` to `offsets[e] + counts[e]`.
         counts: int32 [experts].
         offsets: int64 [experts + 1].
         dtype: bf16, or uint8 for e4m3's codes.
-
-    Returns:
-        As `empty_groups`, and with codes the scale, fp32, of each row of the groups.
     """
     from rose_dist.kernels.cute import row_groups as cute  # noqa: PLC0415 - it loads the compiler
 
-    groups = empty_groups(x.shape[0], counts.shape[0], x.shape[1], dtype, x.device)
-    e4m3 = dtype is torch.uint8
+    e4m3, experts = dtype is torch.uint8, counts.shape[0]
+    groups = empty_groups(GROUPS.capacity(x.shape[0], experts) // ROW_GROUP, x.shape[1], dtype, x.device)
     scales = torch.empty(groups.shape[0] * ROW_GROUP, dtype=torch.float32, device=x.device) if e4m3 else None
-    launcher = cute.launcher(launch.device(x).arch, counts.shape[0], x.shape[1], e4m3)
+    launcher = cute.launcher(launch.device(x).arch, experts, x.shape[1], e4m3)
     launch.run(launcher, x, x, counts, offsets, groups, scales, x.shape[0])
-    return groups, scales
+    return GroupedRows(groups, scales)

@@ -94,7 +94,7 @@ def test_rows_are_quantised_into_groups(hopper: Any, columns: int, counts: list[
     layer.x[0, 0], layer.x[1] = torch.inf, 0.0
     rows = layer.expert_rows(hopper)
     grouped = group_rows(hopper.tensor(layer.x), rows.counts, rows.offsets, torch.uint8)
-    codes, scales = (hopper.plain(t) for t in grouped)
+    codes, scales = (hopper.plain(t) for t in (grouped.cells, grouped.scales))
     live = layer.x[layer.live].float()
     wanted_scales = live.abs().amax(1, keepdim=True).clamp(min=1e-10) * (1.0 / 448)
     wanted_scales[0] = torch.nan

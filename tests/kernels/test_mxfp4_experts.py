@@ -81,14 +81,14 @@ class Layer:
     ) -> torch.Tensor:
         """One layer as `expert_mlp` has it on Hopper; rows of nobody are poison."""
         shape, outputs = mxfp4_experts.WARPGROUP_SHAPES.select(rows.most), layer.weight.rows
-        groups, _ = group_rows(x, rows.counts, rows.offsets, torch.bfloat16)
+        groups = group_rows(x, rows.counts, rows.offsets, torch.bfloat16).cells
         device = torch.device("cuda", 0)
         options = {"alpha": 1.702, "limit": LIMIT}
         if not gated:
             out = torch.empty(x.shape[0], outputs, dtype=torch.bfloat16, device=device)
             launch_warpgroup_gemm(groups, layer, rows, out, shape, gated=False, **options)
             return gpu.plain(out)
-        h = empty_groups(x.shape[0], len(self.counts), outputs // 2, torch.bfloat16, device)
+        h = empty_groups(groups.shape[0], outputs // 2, torch.bfloat16, device)
         launch_warpgroup_gemm(groups, layer, rows, h, shape, gated=True, **options)
         found, out = (
             gpu.plain(h),

@@ -13,6 +13,8 @@ from rose_dist.kernels.formats import E4M3_MAX, MIN_AMAX
 from rose_dist.kernels.variants import WARP
 from rose_dist.kernels.warpgroup_tiling import CELL_BYTES, ROW_GROUP
 
+TOKENS = 4
+"""A block of `ScatterGroups`."""
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
 _TOP, _TOP_MAGNITUDE = 0xFFFF0000, 0x7FFF0000
 
@@ -139,3 +141,46 @@ class GroupRows(jit.Kernel):
         before = Int32(cute.arch.warp_redux_sync(before, "add"))
         own = Int32(cute.arch.warp_redux_sync(own, "max"))
         return before, own
+
+
+@dataclass(frozen=True)
+class ScatterGroups(jit.Kernel):
+    """A warp a token: its row, read and quantised once, to its slots. To be launched right after `AssignSlots`, as
+    `ScatterRows`.
+    """
+
+    top_k: int
+    cells: RowCells
+
+    @cute.jit
+    def __call__(
+        self, x: Int64, slots: Int64, live_rows: Int64, groups: Int64, scales: Int64, tokens: Int32, stream: Stream
+    ) -> None:
+        """Addresses: x, bf16 [tokens, columns]; slots int32 [tokens, top_k]; live_rows int32 [1] or 0; groups and
+        scales as in `GroupRows`.
+        """
+        self.kernel(x, slots, live_rows, groups, scales, tokens).launch(
+            grid=[(tokens + (TOKENS - 1)) // TOKENS, 1, 1], block=[TOKENS * WARP, 1, 1], stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, x: Int64, slots: Int64, live_rows: Int64, groups: Int64, scales: Int64, tokens: Int32) -> None:
+        cells, thread = self.cells, cute.arch.thread_idx()[0]
+        lane, token = thread % WARP, cute.arch.block_idx()[0] * TOKENS + thread // WARP
+        own = vector.min_of(token, tokens - 1)
+        # What `ScatterRows` says of its rows is true of these.
+        words = cells.load(x + Int64(own) * (cells.columns * 2), lane)
+        scale = Float32(0.0)
+        if const_expr(cells.e4m3):
+            scale = cells.scale(words)
+            words = cells.quantised(words, scale)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        ptx.exit_if(token >= vector.live_rows(live_rows, tokens))
+        for j in range_constexpr(self.top_k):
+            slot = vector.scalar(slots + (Int64(own) * self.top_k + j) * 4, Int32)[0]
+            if slot >= 0:
+                cells.store(words, groups, slot, lane)
+                if const_expr(cells.e4m3):
+                    if lane == 0:
+                        vector.scalar(scales + Int64(slot) * 4, Float32)[0] = scale
