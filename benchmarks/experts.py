@@ -1,4 +1,5 @@
-"""GPT-OSS's MXFP4 expert layers with few rows on one GPU (many: `expert_gemms.py`): checked against fp32 first, then timed in CUDA graphs.
+"""GPT-OSS's MXFP4 expert layers with few rows on one GPU: checked against fp32 first, then timed in CUDA graphs. Those
+with many: `expert_gemms.py`.
 
     python -m benchmarks.experts [--models gpt-oss-120b gpt-oss-20b] [--tokens 1 2 4 …] [--sweep | --fp8] [--out D]
 

@@ -13,6 +13,8 @@ from rose_dist.kernels.formats import E4M3_MAX, MIN_AMAX
 from rose_dist.kernels.variants import WARP
 from rose_dist.kernels.warpgroup_tiling import CELL_BYTES, ROW_GROUP
 
+PLACES_AT_ONCE = 4
+"""Slots that a thread holds."""
 TOKENS = 4
 """A block of `ScatterGroups`."""
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
@@ -176,11 +178,19 @@ class ScatterGroups(jit.Kernel):
             words = cells.quantised(words, scale)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        own = slots + Int64(own) * (self.top_k * 4)
+        places = self.places(own, 0)
         ptx.exit_if(token >= vector.live_rows(live_rows, tokens))
         for j in range_constexpr(self.top_k):
-            slot = vector.scalar(slots + (Int64(own) * self.top_k + j) * 4, Int32)[0]
+            if const_expr(j > 0 and j % PLACES_AT_ONCE == 0):
+                places = self.places(own, j)
+            slot = Int32(places[j % PLACES_AT_ONCE])
             if slot >= 0:
                 cells.store(words, groups, slot, lane)
                 if const_expr(cells.e4m3):
                     if lane == 0:
                         vector.scalar(scales + Int64(slot) * 4, Float32)[0] = scale
+
+    def places(self, own: Any, first: int) -> list[Any]:
+        """Slots of a token from choice `first` on, whose loads are under way together."""
+        return [vector.scalar(own + j * 4, Int32)[0] for j in range(first, min(first + PLACES_AT_ONCE, self.top_k))]
