@@ -222,17 +222,6 @@ class AllToAll(Protocol):
         """
         raise RuntimeError(f"{type(self).__name__} does more than to add up rows")
 
-    @property
-    def sums_at_home(self) -> bool:
-        """Whether `leave_sums` serves: all results that a token needs are on its GPU."""
-        return False
-
-    def leave_sums(self, expert_out: torch.Tensor, dispatched: Dispatched) -> tuple[torch.Tensor, torch.Tensor]:
-        """`combine` where `sums_at_home`, but for the sums themselves, which a later launch of this stream makes: of
-        the rows of `expert_out` in these slots, int32 [tokens, top_k], −1 for none, times these weights, fp32.
-        """
-        raise RuntimeError(f"{type(self).__name__} does more than to add up rows")
-
     def check(self) -> None:
         """Raise `WaitExpiredError` if a kernel on a GPU has waited in vain; to be called once a step, after it."""
         return None

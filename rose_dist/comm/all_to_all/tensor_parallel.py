@@ -46,10 +46,6 @@ class TensorParallel(Local):
             return False
         return self._packs_compactly and self.all_reduce.sizes.combine_rows >= min(MAX_ROWS, self.config.max_tokens)
 
-    @property
-    def sums_at_home(self) -> bool:
-        return False
-
     def check(self) -> None:
         super().check()
         if self.all_reduce is not None:
