@@ -189,11 +189,10 @@ def _all_reduces(arch: Arch) -> Iterator[Kernel]:
     bf16 = torch.bfloat16
     for hidden, k, ranks in ((2880, 4, 2), (2880, 4, 8), (7168, 8, 2), (7168, 8, 8)):
         source = Combine(arch, k, hidden, bf16, bf16, None, False, VECTOR_BYTES)
-        yield OneShot(arch, ranks, hidden, bf16, norm=True)
         for parts in (1, 4, 8):
             yield OneShot(arch, ranks, hidden, bf16, parts=parts)
             for accumulate in (False, True):
-                yield OneShot(arch, ranks, hidden, bf16, source, False, accumulate, parts)
+                yield OneShot(arch, ranks, hidden, bf16, source, accumulate, parts)
     for ranks in (2, 4, 8):
         for dtype in (bf16, torch.float32):
             yield TwoShot.of(arch, ranks, dtype)

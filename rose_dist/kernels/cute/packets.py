@@ -4,7 +4,7 @@ A packet arrives as one, so its epoch says that its data is there: no fence, no 
 may be any bits, because they are never looked at to find out.
 
 Inbox: in every rank's symmetric memory, packets [2 parities, ranks (the sender), source_bytes / 16]. Only the sender
-writes its part, by `store_packet`, into all ranks' inboxes; the owner polls it by `load_packet`.
+writes its part, by `store_packet`; the owner polls it by `load_packet`.
 
 Epoch: `state` is a u64 in local memory, completed exchanges in its high half and arrived blocks in its low half. Every
 block adds to it once when it is done, and the sum of one launch's blocks is 2^32, whatever their number. It so grows by
@@ -42,10 +42,10 @@ def finish_epoch(state: Int64, first_block: Boolean, blocks: Int32, used: Boolea
         ptx.add_relaxed_u64(state, share, "gpu")
 
 
-def send(peers: list[Any], offset: Any, words: list[Any], epoch: Any) -> None:
-    """One packet into every rank's inbox, this rank's own too."""
-    for peer in peers:
-        ptx.store_packet(peer + offset, (words[0], words[1], words[2], epoch))
+def send(inboxes: list[Any], offset: Any, words: list[Any], epoch: Any) -> None:
+    """One packet into each of the inboxes."""
+    for inbox in inboxes:
+        ptx.store_packet(inbox + offset, (words[0], words[1], words[2], epoch))
 
 
 def widen(word: Any, dtype: Any) -> Any:
