@@ -15,12 +15,13 @@ from rose_dist.comm.layout import Layout
 from rose_dist.kernels import all_reduce
 from rose_dist.kernels.all_reduce import AllReduce, Sizes
 from rose_dist.kernels.errors import KernelArgumentError
-from tests.comm.emulated import SMS, Cluster
+from tests.comm.emulated import Cluster
 from tests.comm.oracle import Batch, Case, expected_out, run_experts
 from tests.comm.test_all_to_all import BF16, same_bits
 from tests.kernels.peers import sum_in_rank_order
 
 DEVICE = torch.device("cuda", 0)
+SMS = 6
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -28,7 +29,7 @@ DEVICE = torch.device("cuda", 0)
 def test_sums_of_any_size(ranks: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(all_reduce, "ONE_SHOT_BYTES", {2: 8 * 64 * 2, 3: 8 * 64 * 2})
     sizes = Sizes(ranks, 64, BF16, 40, SMS)
-    cluster = Cluster(ranks, sizes.region_bytes, monkeypatch)
+    cluster = Cluster(ranks, sizes.region_bytes, monkeypatch, sms=SMS)
     parts = [torch.randn(rows, 64).to(BF16) for _ in range(ranks)]
     addresses = tuple(cluster.peers.addresses[:ranks])
     results = []
@@ -63,7 +64,7 @@ def test_dispatch_and_combine(layout: Layout, name: str, monkeypatch: pytest.Mon
     case, ranks = CASES[name], layout.tp
     monkeypatch.setattr(all_reduce, "ONE_SHOT_BYTES", dict.fromkeys((2, 3), 10 * 64 * 4))
     sizes = Sizes(ranks, case.hidden, case.dtype, case.config.max_tokens, SMS)
-    cluster = Cluster(ranks, sizes.region_bytes, monkeypatch)
+    cluster = Cluster(ranks, sizes.region_bytes, monkeypatch, sms=SMS)
     batch = Batch.of(case, 0)
     waiting = []
     for rank in range(ranks):
@@ -93,7 +94,7 @@ def test_combine_adds_a_bias(tokens: int, monkeypatch: pytest.MonkeyPatch) -> No
     case, layout = Case(tokens=(tokens,), hidden=64, dtype=BF16), Layout(2, tp=2, dp=1, ep=1)
     monkeypatch.setattr(all_reduce, "ONE_SHOT_BYTES", {2: 10 * 64 * 4})
     sizes = Sizes(2, case.hidden, case.dtype, tokens, SMS)
-    cluster, batch = Cluster(2, sizes.region_bytes, monkeypatch), Batch.of(case, 0)
+    cluster, batch = Cluster(2, sizes.region_bytes, monkeypatch, sms=SMS), Batch.of(case, 0)
     bias = torch.randn(case.experts, case.hidden).to(BF16)
     options, waiting, outs = GpuOptions(device=DEVICE, late_bias=True), [], []
     for rank in range(2):
@@ -117,7 +118,7 @@ def test_combine_adds_a_bias(tokens: int, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = Sizes(2, 64, BF16, 4, SMS)
-    cluster = Cluster(2, sizes.region_bytes, monkeypatch)
+    cluster = Cluster(2, sizes.region_bytes, monkeypatch, sms=SMS)
     reduce = AllReduce(sizes, DEVICE, 0, tuple(cluster.peers.addresses[:2]))
     with pytest.raises(KernelArgumentError, match="5 rows; this all-reduce was built for 4"):
         reduce(cluster.tensor(torch.zeros(5, 64, dtype=BF16)))

@@ -50,7 +50,8 @@ class Exchange:
         bound = 0 if self.live is None else peers.tensor(torch.tensor([self.live], dtype=torch.int32), rank)
         peers.launch(
             self.kernel, rank, self.on_gpu[rank] if x is None else x, bound, self.outs[rank],
-            *(combine or (0, 0, 0, 0, 0, 0)), *peers.addresses, peers.source_bytes, peers.states[rank], peers.reports[rank], peers.limit, rank, self.rows, self.blocks,
+            *(combine or (0, 0, 0, 0, 0, 0)), *peers.addresses, peers.source_bytes, peers.states[rank],
+            peers.reports[rank], peers.limit, rank, self.rows, self.blocks,
         )  # fmt: skip
 
     def launch_all(self) -> None:

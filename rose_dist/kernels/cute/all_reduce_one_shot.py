@@ -198,7 +198,9 @@ class OneShot(jit.Kernel):
             packet = vector.min_of(number, Int32(self.part_packets - 1))
             own = cute.make_rmem_tensor(PACKET_WORDS, Uint32)
             before = cute.make_rmem_tensor(PACKET_WORDS * self.each, Float32)
-            if number < self.part_packets:  # the last packet's other threads must not read what its own may have written
+            if (
+                number < self.part_packets
+            ):  # the last packet's other threads must not read what its own may have written
                 for i in range_constexpr(PACKET_WORDS):
                     own[i] = self.word(part, x, staged, self.place(packet, i))
                     if const_expr(self.accumulate):

@@ -27,7 +27,7 @@ import torch
 from rose_dist.kernels import jit, ptx, sync, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute import packets
-from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, const_expr, cute, cutlass, range_constexpr
+from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, cute, cutlass, range_constexpr
 from rose_dist.kernels.peer_regions import ADD_STAGE, MAX_BLOCKS, MAX_ROUNDS, TAKE_STAGE
 
 UNROLL, SUMS = 4, 2
@@ -52,8 +52,8 @@ class TwoShot(jit.Kernel):
 
     @classmethod
     def of(cls, arch: Arch, ranks: int, dtype: torch.dtype) -> TwoShot:
-        """With as many threads as an SM has registers for; each holds vectors of all ranks."""
-        return cls(arch, ranks, dtype, threads=512)
+        """With as many threads as an SM has registers for, each of which holds vectors of all ranks."""
+        return cls(arch, ranks, dtype, threads=512 if ranks <= 4 else 384)
 
     @cute.jit
     def __call__(
