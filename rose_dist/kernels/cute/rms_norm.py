@@ -111,10 +111,13 @@ class RMSNorm(jit.Kernel):
         places = [vector.place(tiling, lane, i) for i in range(tiling.vectors)]
         weights = []
         if const_expr(not self.streams):
+            # The next launch's weights come while this one waits, too.
+            cute.arch.griddepcontrol_launch_dependents()
             weights = self.load_weights(weight, places)
         # Weights are constant; everything below may be the work of the kernel before.
         cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(self.streams):
+            cute.arch.griddepcontrol_launch_dependents()
         tensor_scale = block_scale.read_global_scale(self.quantized, global_scale)
         x += Int64(row) * x_stride * width
         residual += Int64(row) * residual_stride * width
