@@ -9,10 +9,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rose_dist.kernels import checks, jit, launch, moe_combine, peer_regions
-from rose_dist.kernels.all_reduce_kernels import combine_kernels, combined, one_shot, two_shot, usual_kernels
+from rose_dist.kernels import checks, jit, launch, linear_add, moe_combine, peer_regions
+from rose_dist.kernels.all_reduce_kernels import (
+    combine_kernels,
+    combined,
+    linear_reduce,
+    one_shot,
+    two_shot,
+    usual_kernels,
+)
+from rose_dist.kernels.linear_shapes import LINEAR_OUTPUTS, REDUCED_PER_SM
 from rose_dist.kernels.moe_dispatch import LIMIT_NS
 from rose_dist.kernels.peer_regions import MAX_BLOCKS, MAX_RANKS, MAX_ROUNDS, PACKET_BYTES, PACKET_WORDS, STAGES
+from rose_dist.kernels.variants import WARP
 
 if TYPE_CHECKING:
     from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
@@ -154,6 +163,30 @@ class AllReduce:
         elif rows:
             kernel = one_shot(self._arch, self.sizes, self.sizes.parts(rows, x.dtype), accumulate=True)
             self._one_shot(kernel, residual, x, None, (0,) * 6, rows)
+
+    def takes_linear(self, weight: Tensor) -> bool:
+        """Whether `add_linear` serves such a weight [out, in]: its blocks must all be on the GPU at once."""
+        blocks = weight.shape[0] // LINEAR_OUTPUTS
+        return (
+            linear_add.fits(weight)
+            and self.sizes.dtype is torch.bfloat16
+            and blocks <= REDUCED_PER_SM * self.sizes.sms
+            and blocks * WARP * PACKET_BYTES <= self.sizes.source_bytes
+        )
+
+    def add_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
+        """Add the sum of all ranks' x Wᵀ + b to `residual`, in place, in one launch where `takes_linear`.
+
+        x, weight, bias: as for `linear_add`, of this rank's inputs; not all ranks need have a bias. Each rank's product
+        is rounded before it is added up, as by `linear_add` and `add`.
+        """
+        linear_add.check(x, weight, bias)
+        rows = self._check(residual, residual)
+        if rows:
+            launch.run(
+                _load(linear_reduce(self._arch, self.sizes, weight.shape[1])), residual, x, x.stride(0), weight, bias,
+                residual, *self._inboxes, self.sizes.source_bytes, *self._tail, rows, weight.shape[0],
+            )  # fmt: skip
 
     def combine(
         self, expert_rows: Tensor, slots: Tensor, weights: Tensor, out: Tensor, *, tokens: int,

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rose_dist.kernels.all_reduce import Sizes
     from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
     from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
+    from rose_dist.kernels.cute.linear_reduce import LinearReduce
 
 
 def one_shot(arch: Arch, sizes: Sizes, parts: int = 1, *, accumulate: bool = False) -> OneShot:
@@ -40,6 +41,13 @@ def two_shot(arch: Arch, sizes: Sizes, dtype: torch.dtype) -> TwoShot:
     from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot  # noqa: PLC0415 - it loads the compiler
 
     return TwoShot.of(arch, sizes.ranks, dtype)
+
+
+def linear_reduce(arch: Arch, sizes: Sizes, inputs: int) -> LinearReduce:
+    """For few rows that a linear layer of so many inputs makes."""
+    from rose_dist.kernels.cute.linear_reduce import LinearReduce  # noqa: PLC0415 - it loads the compiler
+
+    return LinearReduce.of(arch, sizes.ranks, inputs)
 
 
 def usual_kernels(arch: Arch, sizes: Sizes) -> list[jit.Kernel]:

@@ -21,6 +21,7 @@ from rose_dist.kernels.cute.exchange_dispatch import ExchangeDispatch
 from rose_dist.kernels.cute.exchange_rows import CombineRows, DispatchRows
 from rose_dist.kernels.cute.expert_map import MapExperts
 from rose_dist.kernels.cute.linear_add import LinearAdd
+from rose_dist.kernels.cute.linear_reduce import LinearReduce
 from rose_dist.kernels.cute.linear_rotary import LinearRotary
 from rose_dist.kernels.cute.moe_combine import VECTOR_BYTES, Combine
 from rose_dist.kernels.cute.moe_dispatch_decode import DispatchDecode
@@ -194,6 +195,7 @@ def _all_reduces(arch: Arch) -> Iterator[Kernel]:
             for accumulate in (False, True):
                 yield OneShot(arch, ranks, hidden, bf16, source, accumulate, parts)
     for ranks in (2, 4, 8):
+        yield LinearReduce.of(arch, ranks, LINEAR_INPUTS[1] // ranks)
         for dtype in (bf16, torch.float32):
             yield TwoShot.of(arch, ranks, dtype)
         yield Multicast(arch, ranks)

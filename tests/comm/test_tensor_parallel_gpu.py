@@ -15,6 +15,7 @@ from rose_dist.comm.layout import Layout
 from rose_dist.kernels import all_reduce
 from rose_dist.kernels.all_reduce import AllReduce, Sizes
 from rose_dist.kernels.errors import KernelArgumentError
+from rose_dist.kernels.linear_add import linear_add
 from tests.comm.emulated import Cluster
 from tests.comm.oracle import Batch, Case, expected_out, run_experts
 from tests.comm.test_all_to_all import BF16, same_bits
@@ -41,6 +42,35 @@ def test_sums_of_any_size(ranks: int, rows: int, monkeypatch: pytest.MonkeyPatch
     cluster.peers.run(seed=rows)
     expected = sum_in_rank_order(parts).to(BF16)
     assert all(same_bits(result, expected) for result in results)
+
+
+@pytest.mark.parametrize(("ranks", "inputs", "rows"), [(2, 256, 1), (2, 2048, 8), (3, 64, 3), (8, 32, 5)])
+def test_linear_layers_add_up_in_their_launch(
+    ranks: int, inputs: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice, with another exchange between, and against a launch for each step, to the bit."""
+    hidden = 64
+    sizes = Sizes(ranks, hidden, BF16, 40, SMS)
+    cluster = Cluster(ranks, sizes.region_bytes, monkeypatch, sms=SMS)
+    addresses, bias = tuple(cluster.peers.addresses[:ranks]), torch.randn(hidden).to(BF16)
+    before, x = torch.randn(rows, hidden).to(BF16), torch.randn(ranks, rows, inputs).to(BF16)
+    weights, results = torch.randn(ranks, hidden, inputs).to(BF16) / 16, []
+    for rank in range(ranks):
+        with cluster.on(rank):
+            reduce = AllReduce(sizes, DEVICE, rank, addresses)
+            mine, weight = cluster.tensor(x[rank]), cluster.tensor(weights[rank])
+            assert reduce.takes_linear(weight)
+            shift = cluster.tensor(bias) if rank == 0 else None
+            together, apart = (cluster.tensor(before) for _ in range(2))
+            for _ in range(2):
+                reduce.add_linear(mine, weight, shift, together)
+                reduce.add(linear_add(mine, weight, shift, None), apart)
+            results.append((together, apart))
+    cluster.peers.run(seed=rows, gang_warps=1)
+    exact = before.double() + 2 * (torch.einsum("kri,koi->ro", x.double(), weights.double()) + bias.double())
+    for together, apart in results:
+        assert same_bits(together, apart)
+        assert (together.as_subclass(torch.Tensor).double() - exact).norm() < 1e-2 * exact.norm()
 
 
 CASES = {

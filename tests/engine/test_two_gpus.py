@@ -1,7 +1,7 @@
 """The engine over two GPUs of one host, in every layout, against the CPU in fp32 and against itself without graphs.
 
-Most of a layout's time its kernels are compiled, once for a kernel cache. `pytest -s -k "tp2 ep2"` runs one, and shows how
-far it is.
+Most of a layout's time its kernels are compiled, once for a kernel cache. `pytest -s -k "tp2 ep2"` runs one, and shows
+how far it is.
 """
 
 from __future__ import annotations

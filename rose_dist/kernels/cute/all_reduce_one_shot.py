@@ -111,7 +111,7 @@ class OneShot(jit.Kernel):
     ) -> None:  # fmt: skip
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         peers = [peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7][: self.ranks]
-        others, inbox = self.apart(peers, rank)
+        others, inbox = packets.apart(peers, rank)
         staged = cute.make_tensor(
             cute.arch.alloc_smem(Float32, self.width if self.combine else 1, alignment=16),
             cute.make_layout(self.width),
@@ -138,14 +138,6 @@ class OneShot(jit.Kernel):
                     part, x, staged, inbox, source_bytes, epoch, alive, limit_ns, report, rank, out
                 )  # fmt: skip
         packets.finish_epoch(state, block == 0, blocks, live > 0)
-
-    def apart(self, peers: list[Any], rank: Any) -> tuple[list[Any], Any]:
-        """The other ranks' inboxes, in rank order, and this rank's own."""
-        others = [Int64(vector.select(rank > i, peers[i], peers[i + 1])) for i in range(self.ranks - 1)]
-        own = peers[0]
-        for other in range(1, self.ranks):
-            own = Int64(vector.select(rank == other, peers[other], own))
-        return others, own
 
     @cute.jit
     def stage(
@@ -207,8 +199,8 @@ class OneShot(jit.Kernel):
                         loaded = self.load(self.address(out, part, self.place(packet, i)))
                         for j in range_constexpr(self.each):
                             before[i * self.each + j] = loaded[j]
-            sources = [Int32(vector.select(rank > i, Int32(i), Int32(i + 1))) for i in range(self.ranks - 1)]
-            received = cute.make_rmem_tensor(4 * (self.ranks - 1), Uint32)
+            sources = packets.other_ranks(self.ranks, rank)
+            received = cute.make_rmem_tensor(4 * len(sources), Uint32)
             at = inbox + (Int64(part) * self.part_packets + packet) * PACKET_BYTES
             alive = packets.receive(
                 [at + source * source_bytes for source in sources], [True for _ in sources], sources, epoch, received,
@@ -227,14 +219,8 @@ class OneShot(jit.Kernel):
 
     def add(self, own: Any, received: Any, word: Any, rank: Any) -> Any:
         """The fp32 sums of one word's elements over the ranks, in rank order."""
-        parts = []
-        for source in range(self.ranks):
-            part = own[word]
-            if source > 0:
-                part = vector.select(rank < source, received[4 * (source - 1) + word], part)
-            if source < self.ranks - 1:
-                part = vector.select(rank > source, received[4 * source + word], part)
-            parts.append(packets.widen(Uint32(part), self.wire))
+        words = packets.in_rank_order(own[word], received, word, rank, self.ranks)
+        parts = [packets.widen(one, self.wire) for one in words]
         total = parts[0]
         for part in parts[1:]:
             total = [a + b for a, b in zip(total, part, strict=True)]

@@ -96,9 +96,7 @@ class AssignSlots(jit.Kernel):
                 wanted = (step + i < steps) & (pair < pairs)
                 self.number(keys[i], pair, wanted, walked, own, starts, slots, arrived)
 
-    def keys(
-        self, ids: Any, first: Any, step: Any, steps: Any, pairs: Any, every: Any, first_expert: Any
-    ) -> list[Any]:
+    def keys(self, ids: Any, first: Any, step: Any, steps: Any, pairs: Any, every: Any, first_expert: Any) -> list[Any]:
         """What a lane's next `AHEAD` pairs are sorted by; −1 for those that are left out. All are loaded at once, and
         do not wait for the number of those that live.
         """

@@ -109,15 +109,7 @@ class RMSNorm(jit.Kernel):
         if const_expr(self.meets):
             vector.join_cluster()
         places = [vector.place(tiling, lane, i) for i in range(tiling.vectors)]
-        weights = []
-        if const_expr(not self.streams):
-            # The next launch's weights come while this one waits, too.
-            cute.arch.griddepcontrol_launch_dependents()
-            weights = self.load_weights(weight, places)
-        # Weights are constant; everything below may be the work of the kernel before.
-        cute.arch.griddepcontrol_wait()
-        if const_expr(self.streams):
-            cute.arch.griddepcontrol_launch_dependents()
+        weights = self.await_rows(weight, places)
         tensor_scale = block_scale.read_global_scale(self.quantized, global_scale)
         x += Int64(row) * x_stride * width
         residual += Int64(row) * residual_stride * width
@@ -157,6 +149,19 @@ class RMSNorm(jit.Kernel):
                     valid, out + (Int64(row) * out_stride + index * count) * width,
                     scaled, TYPES[self.dtype], count, self.vector_bytes,
                 )  # fmt: skip
+
+    def await_rows(self, weight: Any, places: list[Any]) -> list[Any]:
+        """Wait for the kernel before, whose work all but the weights may be. Few rows' weights come meanwhile, and are
+        returned; the next launch's may, too.
+        """
+        if self.streams:
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+            return []
+        cute.arch.griddepcontrol_launch_dependents()
+        weights = self.load_weights(weight, places)
+        cute.arch.griddepcontrol_wait()
+        return weights
 
     def load_weights(self, weight: Any, places: list[Any]) -> list[Any]:
         size = self.count * self.weight_dtype.itemsize
