@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.all_to_all_ranks import BF16, CHECK_SPIN, SHAPES, Bench
+from benchmarks.all_to_all_ranks import BF16, CHECK_SPIN, LINEAR, SHAPES, Bench
 from benchmarks.graphs import captured
+from rose_dist.kernels.linear_add import linear_add
 
 REPLAYS = 2000
 
@@ -115,13 +116,23 @@ class CheckedBench(Bench):
         expert_rows = torch.zeros(rows * k, hidden, dtype=BF16, device=self.device)
         slots = torch.arange(rows * k, dtype=torch.int32, device=self.device).view(rows, k)
         weights = torch.zeros(rows, k, device=self.device)
+        projection = torch.randn(hidden, LINEAR[1] // self.ranks, device=self.device).to(BF16) / 64
+        attended = torch.zeros(rows, projection.shape[1], dtype=BF16, device=self.device)
+        projected, apart = (torch.zeros(shape, dtype=BF16, device=self.device) for _ in range(2))
+        errors = {
+            "after attention": functools.partial(bits_apart, total, wanted),
+            "after the experts": functools.partial(bits_apart, moe_total, moe_wanted),
+        }
+        if reduce.takes_linear(projection):
+            errors["after a projection"] = functools.partial(bits_apart, projected, apart)
 
         def refill(count: int) -> None:
             parts = self.values((rows * (k + 1), hidden), count)
             residual = self.values(shape, count + REPLAYS)[0]
             chosen = [factor.float() for factor in self.values((rows, k), count + 2 * REPLAYS)]
-            for target in (total, moe_total):
+            for target in (total, moe_total, projected, apart):
                 target.copy_(residual)
+            attended.normal_()
             x.copy_(parts[self.rank][:rows])
             expert_rows.copy_(parts[self.rank][rows:])
             weights.copy_(chosen[self.rank])
@@ -134,15 +145,12 @@ class CheckedBench(Bench):
 
         def call() -> None:
             reduce.add(x, total)
+            if reduce.takes_linear(projection):
+                reduce.add_linear(attended, projection, None, projected)
+                reduce.add(linear_add(attended, projection, None, None), apart)
             reduce.combine(expert_rows, slots, weights, moe_total, tokens=rows, accumulate=True)
 
-        return self.replay(
-            f"ends of a layer: {rows} x {hidden}", budget_s, refill, captured(call),
-            {
-                "after attention": functools.partial(bits_apart, total, wanted),
-                "after the experts": functools.partial(bits_apart, moe_total, moe_wanted),
-            },
-        )  # fmt: skip
+        return self.replay(f"ends of a layer: {rows} x {hidden}", budget_s, refill, captured(call), errors)
 
     def check_special_values(self) -> None:
         """No bits of the data are taken for a flag: this would hang, and then say so."""

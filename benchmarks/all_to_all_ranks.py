@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import os
 import signal
 import statistics
@@ -27,6 +28,7 @@ from rose_dist.kernels import jit
 from rose_dist.kernels.all_reduce import AllReduce, Sizes
 from rose_dist.kernels.all_reduce_kernels import combine_kernels, usual_kernels
 from rose_dist.kernels.arch import Arch, device_info
+from rose_dist.kernels.linear_add import MAX_ROWS, linear_add
 from rose_dist.kernels.moe_combine import combine
 from rose_dist.kernels.rms_norm import add_rms_norm, rms_norm
 
@@ -38,6 +40,7 @@ ROWS = {2880: (1, 2, 4, 8, 11, 16, 32, 64, 128, 256, 512, 1024, 4096), 7168: (1,
 FUSED_ROWS = (1, 8, 32, 64, 128)
 GAINS = (
     ("norm gains x", "all-reduce + residual, norm", "all-reduce, add, torch norm"),
+    ("linear gains x", "linear + all-reduce + residual", "linear, all-reduce + residual"),
     ("combine gains x", "combine + all-reduce", "combine, all-reduce, round"),
     (
         "combine and norm gain x", "combine + all-reduce + residual, norm",
@@ -45,6 +48,8 @@ GAINS = (
     ),
 )  # fmt: skip
 """What is compared: together, and apart."""
+LINEAR = (2880, 4096)
+"""Outputs and inputs of GPT-OSS's output projection."""
 MOST_BYTES = 64 << 20
 ONE_SHOT_MOST = 4 << 20
 """Of the comparison of one shot with two."""
@@ -269,11 +274,14 @@ class Bench:
                 weights, sums = torch.rand(rows, k, device=self.device), torch.empty(rows, hidden, device=self.device)
 
                 calls = self.layer_ends(hidden, x, residual, weight)
+                if hidden == LINEAR[0] and rows <= MAX_ROWS:
+                    calls |= self.linears(residual)
                 calls |= self.combines(hidden, (expert_rows, slots, weights, out), sums, residual, weight)
                 line: dict[str, Any] = {"rows": rows, "hidden": hidden}
                 line |= {f"{name} us": self.time(call) for name, call in calls.items()}
                 for gain, together, apart in GAINS:
-                    line[gain] = line[f"{apart} us"] / line[f"{together} us"]
+                    if together in calls:
+                        line[gain] = line[f"{apart} us"] / line[f"{together} us"]
                 table.append(line)
                 if self.rank == 0:
                     print(line, flush=True)
@@ -295,6 +303,21 @@ class Bench:
             "all-reduce + residual": functools.partial(reduce.add, x, residual), "all-reduce + residual, norm": ours,
             "all-reduce, residual + norm": lambda: add_rms_norm(reduce(x), residual, weight, EPS),
             "all-reduce, add, torch norm": apart,
+        }  # fmt: skip
+
+    def linears(self, residual: Tensor) -> dict[str, Callable[[], Any]]:
+        """An output projection whose inputs are spread over the ranks, added to the residual."""
+        hidden, inputs = LINEAR[0], LINEAR[1] // self.ranks
+        reduce, x = self.ours[hidden, "ours"], torch.randn(len(residual), inputs, device=self.device).to(BF16)
+        # So many that they come from memory, as in a model.
+        weights = itertools.cycle(torch.randn(12, hidden, inputs, device=self.device).to(BF16))
+
+        def apart() -> None:
+            reduce.add(linear_add(x, next(weights), None, None), residual)
+
+        return {
+            "linear + all-reduce + residual": lambda: reduce.add_linear(x, next(weights), None, residual),
+            "linear, all-reduce + residual": apart,
         }  # fmt: skip
 
     def combines(
