@@ -182,6 +182,7 @@ class AllReduce:
         """
         linear_add.check(x, weight, bias)
         rows = self._check(residual, residual)
+        checks.shape("residual", residual, x.shape[0], weight.shape[0])
         if rows:
             launch.run(
                 _load(linear_reduce(self._arch, self.sizes, weight.shape[1])), residual, x, x.stride(0), weight, bias,
