@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--checked", type=int, default=16, help="Rounds before those, compared bit by bit")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--force-remote", type=int, help="Take every so many ranks of a host for a node of their own")
+    parser.add_argument("--rail-forwarding", action="store_true", help="A row once a node; its ranks pass it on")
     parser.add_argument("--json", action="store_true", help="One object a line")
     arguments = parser.parse_args()
     with World.join() as world:
@@ -46,7 +47,7 @@ def main() -> None:
         sizes = arguments.tokens or [1, 8, 64, 128]
         config = AllToAllConfig(
             num_experts=arguments.experts, top_k=arguments.top_k, hidden=arguments.hidden, max_tokens=max(sizes),
-            dtype=torch.bfloat16,
+            dtype=torch.bfloat16, rail_forwarding=arguments.rail_forwarding,
         )  # fmt: skip
         device = torch.device("cpu") if arguments.device == "cpu" else torch.device("cuda", world.local_rank)
         exchange, memory = build(config, groups, device)
@@ -76,7 +77,7 @@ def run(
 def build(config: AllToAllConfig, groups: Groups, device: torch.device) -> tuple[AllToAll, SymmetricMemory | None]:
     if device.type == "cpu":
         return create(config, groups), None
-    size = region_bytes(config, groups.ep.size, network=not groups.topology.one_domain)
+    size = region_bytes(config, groups.topology)
     memory = SymmetricMemory(groups.ep, device, size + (1 << 20), groups.topology.far)
     return create(config, groups, GpuOptions(device=device, rank=groups.ep.rank), memory=memory), memory
 
@@ -130,8 +131,8 @@ def check(given: tuple[torch.Tensor, Routing], out: torch.Tensor) -> None:
 def report(name: str, groups: Groups, tokens: int, times: Any, arguments: argparse.Namespace) -> None:
     figures = {
         "exchange": name, "ranks": groups.ep.size, "nodes": groups.topology.node_count, "tokens": tokens,
-        "checked": arguments.checked, "hidden": arguments.hidden, "top_k": arguments.top_k,
-        "experts": arguments.experts,
+        "rail_forwarding": arguments.rail_forwarding, "checked": arguments.checked, "hidden": arguments.hidden,
+        "top_k": arguments.top_k, "experts": arguments.experts,
         "p50_us": round(float(np.median(times)), 1), "p99_us": round(float(np.percentile(times, 99)), 1),
     }  # fmt: skip
     line = ", ".join(f"{key} {value}" for key, value in figures.items())

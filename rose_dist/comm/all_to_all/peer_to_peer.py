@@ -28,7 +28,7 @@ class PeerToPeer(NvLink):
         sms: int,
     ) -> None:
         """Collective over `group`. `take`: as for `NvLink`; the addresses of ranks of other nodes are not used."""
-        self.topology = topology
+        self.topology, self._rails = topology, topology.rails if config.rail_forwarding else None
         super().__init__(config, group, options, take, sms)
 
     def lay_out(self, config: AllToAllConfig, ranks: int, in_flight: int) -> ExchangeLayout:
@@ -37,9 +37,20 @@ class PeerToPeer(NvLink):
     def build(
         self, group: Ranks, options: GpuOptions, take: Callable[[int], Region], region: Region, sms: int
     ) -> ExpertExchange:
-        network = take(NetworkLayout(self.layout).region_bytes)
+        network = take(network_layout(self.config, self.layout, self.topology).region_bytes)
         regions = tuple(0 if self.topology.is_far(rank) else address for rank, address in enumerate(region.addresses))
         return NetworkExchange(
             self.layout, options.device, group.rank, regions, network=network.addresses[group.rank],
-            far=self.topology.far, packed=options.layout, result_dtype=self.config.expert_dtype, sms=sms,
+            far=self.topology.far, rails=self._rails, packed=options.layout, result_dtype=self.config.expert_dtype,
+            sms=sms,
         )  # fmt: skip
+
+
+def network_layout(config: AllToAllConfig, layout: ExchangeLayout, topology: Topology) -> NetworkLayout:
+    """Of the memory that messages need. Raises `ValueError` for `rail_forwarding` between nodes that are not alike."""
+    if config.rail_forwarding and not topology.alike:
+        raise ValueError(
+            f"rail_forwarding needs nodes of equally many ranks, neighbours in rank order, not {topology}: "
+            "place ranks by node, as many on each, or leave it out"
+        )
+    return NetworkLayout(layout, len(topology.members[0]) if config.rail_forwarding else 1)

@@ -63,6 +63,19 @@ def place(layout: Any, expert: Any, ordinal: Any) -> Any:
     return Uint32(local << ORDINAL_BITS | ordinal)
 
 
+def across(expert: Any, ordinal: Any) -> Any:
+    """The same in a message to several ranks, which says the expert's number among all."""
+    return Uint32(expert << ORDINAL_BITS | ordinal)
+
+
+def arrived(layout: Any, word: Any) -> tuple[Any, Any]:
+    """What became of a word of `across`: the expert's rank, −1 if `NO_PLACE`, and that rank's word of `meta`."""
+    there = word != Uint32(NO_PLACE)
+    expert = Int32(vector.select(there, Int32(word >> Uint32(ORDINAL_BITS)), Int32(0)))
+    mine = place(layout, expert, Int32(word & Uint32(ORDINAL_MASK)))
+    return Int32(vector.select(there, owner(layout, expert), Int32(-1))), mine
+
+
 def copy_of(epoch: Any, copies: int) -> Any:
     """Which copy of an area an exchange uses."""
     return Int64(epoch & Uint32(copies - 1))
