@@ -240,5 +240,6 @@ def _across_nodes(arch: Arch) -> Iterator[Kernel]:
             )
         )  # fmt: skip
         yield LandRecords(arch, layout)
+        yield LandRecords(arch, replace(layout, members=8))
         yield LandResults(arch, layout)
         yield LandResultRows(arch, layout)

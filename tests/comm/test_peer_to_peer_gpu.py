@@ -243,9 +243,11 @@ def test_a_row_crosses_once_a_node(most: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_weakened_flag_of_forwarded_rows_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits for headers' and chunks' signals, and the release of the members' flags."""
-    plain_rows_from(2, monkeypatch)
-    case = Case(tokens=(3, 2), experts=8, top_k=2, hidden=64)
+    """Waits for the signals of messages, headers and chunks, and the release of the members' flags. One rank sends two
+    messages of packets; three chunks of the other node's ranks, which are slower, are forwarded by three blocks.
+    """
+    plain_rows_from(25, monkeypatch)
+    case = Case(tokens=(2, 24, 33, 33), experts=4, top_k=2, hidden=16)
     job = Nodes(case, "aabb", monkeypatch, rails=True)
     once(job, case, 0)
     land = next(one for kernel, one in _compiled.items() if type(kernel).__name__ == "LandRecords" and rails(kernel))
