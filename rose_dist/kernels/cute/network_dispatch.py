@@ -154,7 +154,7 @@ class LandRecords(jit.Kernel):
     ) -> None:  # fmt: skip
         """Addresses: far and network as for `SendRecords`; peers: int64 [ranks], the members' exchange regions."""
         self.kernel(far, far_count, network, peers, receive_state, report, limit_ns, rank).launch(
-            grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream
+            grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
