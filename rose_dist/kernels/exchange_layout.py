@@ -7,7 +7,7 @@ A rank sends a token once to every rank that holds any of its experts, as a reco
 
     meta    u32 [1 + top_k]: the token's number at its source, then for each place in its top k 0xFFFFFFFF if that
             expert is not the receiver's, else local expert << 20 | how many earlier (token, place) pairs of the same
-            source and expert there are; with `partial_sums` then the weight of each place, fp32 [top_k]
+            source and expert there are; where sums go back then the weight of each place, fp32 [top_k]
 
 The records from one source to one destination stand in the order of tokens, without gaps (plain rows: without gaps in
 each chunk, which starts at `chunk` times its number). A source also sends every destination one header:
@@ -29,6 +29,9 @@ epoch.
 With `partial_sums` a rank sends no results but their weighted sum, to the first of the token's places that are its own,
 so that areas and flags are the same; the source adds up what stands at those places.
 
+With `node_ranks` a node does so instead of a rank, for sources of other nodes, as `network_layout` says; to those of
+its own node each of its ranks returns all results, and they make their node's sum themselves.
+
 With `quantized`, a source that sends packets is given bf16 rows and quantises them as it sends. Its records' packets
 then carry units of 128 values: 32 words of codes and one word of scales, an fp32 or four bytes, are `UNIT_PACKETS`
 packets without a gap. So whoever takes a part of a record makes and places its codes and scales without the rest.
@@ -49,6 +52,10 @@ The areas:
   `RETURNS` only ranks that hold an expert of the token write one, and only theirs are waited for. Where a rank sends
   and sums in one launch, it takes its own experts' results from where they are: none come through its region.
 
+- `node_results`: [groups, return_bytes], with `node_ranks`: for each other node's rank on this one's rail what the
+  three areas of results are for this rank: written by this node's ranks for that source, read by this rank, which adds
+  them up and sends the sums. Packets and flags are those of results, with the same publishing.
+
 Copies. Let F dispatches wait for their combine at most (`in_flight`). Whoever sends exchange e has received e − F from
 every rank (headers always come), and that rank had received e − 2F before it sent e − F: so 2F copies suffice for what
 dispatch sends. Whoever returns a result has received a header of the newest exchange e, whose source had taken e − F
@@ -59,6 +66,7 @@ wrap around.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from rose_dist.kernels import checks
 from rose_dist.kernels.expert_slots import MAX_EXPERTS, MAX_K, MAX_PAIRS
@@ -117,6 +125,8 @@ class ExchangeLayout(MemoryAreas):
     """What a source of few tokens makes of bf16 rows as it sends them; None: rows travel as they are given."""
     partial_sums: bool = False
     """A rank's results for a token go back as one row, their sum."""
+    node_ranks: int = 0
+    """Neighbours in rank order, a node, whose results for a token of another node go back as one row; 0: none do."""
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -127,6 +137,10 @@ class ExchangeLayout(MemoryAreas):
             value = getattr(self, name)
             if not least <= value <= most:
                 raise checks.fail(name, f"is {value}; must be {least} … {most}")
+        if self.node_ranks and (self.partial_sums or self.ranks % self.node_ranks):
+            raise checks.fail(
+                "node_ranks", f"is {self.node_ranks}; must divide the ranks, and not go with partial_sums"
+            )
         for name in ("row_bytes", "result_bytes"):
             value = getattr(self, name)
             if value <= 0 or value % 16:
@@ -170,8 +184,13 @@ class ExchangeLayout(MemoryAreas):
         return self.top_k * (2 if self.partial_sums else 1)
 
     @property
+    def weighted(self) -> bool:
+        """Whether weights travel, since others than the source add up results."""
+        return self.partial_sums or self.node_ranks > 0
+
+    @property
     def meta_words(self) -> int:
-        return 1 + self.note_words
+        return 1 + self.top_k * (2 if self.weighted else 1)
 
     @property
     def meta_packets(self) -> int:
@@ -295,15 +314,32 @@ class ExchangeLayout(MemoryAreas):
         return 4 * self.ranks * self.max_records if self.has_result_rows else 0
 
     @property
+    def _result_areas(self) -> dict[str, int]:
+        copies = self.result_copies
+        return {
+            "result_packets": copies * self.result_packet_bytes,
+            "results": copies * self.result_row_bytes,
+            "result_flags": copies * self.result_flag_bytes,
+        }
+
+    @property
+    def return_bytes(self) -> int:
+        """Of the areas of results together."""
+        return sum(round_up(size, ALIGNMENT) for size in self._result_areas.values())
+
+    def node_region(self, group: Any) -> Any:
+        """Behind the start of a region: what stands for one whose areas of results are those for a group's rank."""
+        return self.start("node_results") - self.start("result_packets") + group * self.return_bytes
+
+    @property
     def _areas(self) -> dict[str, int]:
         """Bytes of each area, in the order in which they stand in a region."""
-        sent, results = self.copies * self.ranks, self.result_copies
+        sent, groups = self.copies * self.ranks, self.ranks // self.node_ranks if self.node_ranks else 0
         return {
             "headers": sent * self.header_bytes,
             "record_packets": sent * self.source_packet_bytes,
             "records": sent * self.source_record_bytes,
             "runs": sent * self.source_run_bytes,
-            "result_packets": results * self.result_packet_bytes,
-            "results": results * self.result_row_bytes,
-            "result_flags": results * self.result_flag_bytes,
+            **self._result_areas,
+            "node_results": groups * self.return_bytes,
         }

@@ -101,7 +101,7 @@ class ExpertExchange:
         """Blocks that send plain rows in a dispatch and in a combine, fewer than SMs."""
         self._peers = torch.empty(layout.ranks, dtype=torch.int64, device=device)
         self._peers.copy_(torch.tensor(regions))
-        self._own = regions[rank]
+        self._returns, self._own = self._peers, regions[rank]
         self._wait = (self.report.address, limit_ns, rank)
         self._kernels = ExchangeKernels(self._arch, layout, packed, result_dtype)
         for kernel in self._kernels.usual():
@@ -202,7 +202,7 @@ class ExpertExchange:
         kernel = self._kernels.combine(most, received is not None, wanted is not None, out_dtype, accumulate)
         state = self._state.data_ptr()
         launch.run(
-            _load(kernel), self._state, *_results(expert_out, received), ids, weights, live_rows, out, self._peers,
+            _load(kernel), self._state, *_results(expert_out, received), ids, weights, live_rows, out, self._returns,
             self._own, state + 16, state + 24, *self._wait, tokens,
             self._blocks(tokens * tiling.splits, received is not None),
         )  # fmt: skip
@@ -237,7 +237,7 @@ class ExpertExchange:
         summers = max(1, min(self._sms - pushers, tokens if by_token else -(-tokens // layout.chunk)))
         launch.run(
             _load(self._kernels.sum(out.dtype, accumulate, by_token, send)), self._state,
-            *_results(expert_out, received), ids, weights, live_rows, out, self._peers, self._own, state + 16,
+            *_results(expert_out, received), ids, weights, live_rows, out, self._returns, self._own, state + 16,
             state + 24, *self._wait, tokens, pushers, pushers + summers,
         )  # fmt: skip
 

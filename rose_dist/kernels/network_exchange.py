@@ -41,7 +41,9 @@ class NetworkExchange(ExpertExchange):
         self._across = (_on_device(far, torch.int32, device), len(far), network)
         senders = far if rails is None else rails
         self._rails = (_on_device(senders, torch.int32, device), len(senders), network)
-        for kernel in ("SendRecords", "LandRecords", "SendResults", "LandResults"):
+        if self.network.sums:
+            self._returns = _on_device(self._return_regions(regions), torch.int64, device)
+        for kernel in ("SendRecords", "LandRecords", "SumNode" if self.network.sums else "SendResults", "LandResults"):
             self._kernel(kernel)
         if layout.has_rows:
             self._row_kernel()
@@ -52,6 +54,15 @@ class NetworkExchange(ExpertExchange):
                 for group in range(self.network.groups)
             ]
             self._outboxes = _on_device(bases, torch.int64, device)
+
+    def _return_regions(self, regions: tuple[int, ...]) -> list[int]:
+        """Where results for each source go: of other nodes, to the rank of this one that is on the source's rail."""
+        members, found = self.network.members, []
+        first = self.rank - self.rank % members
+        for source, region in enumerate(regions):
+            rail = regions[first + source % members] + self.layout.node_region(source // members)
+            found.append(region or rail)
+        return found
 
     def dispatch(
         self, x: Tensor, scales: Tensor | None, ids: Tensor, weights: Tensor, tokens: int, live_rows: Tensor | None,
@@ -69,8 +80,9 @@ class NetworkExchange(ExpertExchange):
             return
         blocks = self._message_blocks(max(1, -(-tokens // RECORDS)), self._rails)
         self._run(
-            "SendRecords", x, scales, ids, live_rows, *self._rails, self._state.data_ptr(), self.rank, tokens, blocks
-        )
+            "SendRecords", x, scales, ids, weights, live_rows, *self._rails, self._state.data_ptr(), self.rank, tokens,
+            blocks,
+        )  # fmt: skip
         super().dispatch_send(x, scales, ids, weights, tokens, live_rows)
 
     def dispatch_receive(self, out: ReceivedRows, tokens: int) -> None:
@@ -88,6 +100,13 @@ class NetworkExchange(ExpertExchange):
         self.combine_receive(ids, weights, out, tokens=tokens, live_rows=live_rows, accumulate=accumulate)
 
     def combine_send(self, expert_out: Tensor, received: ReceivedRows, tokens: int) -> None:
+        if self.network.sums:
+            super().combine_send(expert_out, received, tokens)
+            self._run(
+                "SumNode", *self._rails, self._own, self._state.data_ptr() + 16, *self._wait,
+                self._message_blocks(self.network.result_messages, self._rails),
+            )  # fmt: skip
+            return
         stride = expert_out.stride(0) * expert_out.element_size()
         tables = (received.sources, received.tokens, received.slots, received.runs)
         self._run(
@@ -99,16 +118,17 @@ class NetworkExchange(ExpertExchange):
     def combine_receive(
         self, ids: Tensor, weights: Tensor, out: Tensor, *, tokens: int, live_rows: Tensor | None, accumulate: bool
     ) -> None:
-        blocks = self._message_blocks(max(1, -(-tokens // RECORDS)), self._across)
+        across = self._rails if self.network.sums else self._across
+        blocks = self._message_blocks(max(1, -(-tokens // RECORDS)), across)
         if tokens > self.layout.packet_tokens:
             self._run(
-                "LandResultRows", live_rows, *self._across, self._own, self._state.data_ptr() + 24, *self._wait,
+                "LandResultRows", live_rows, *across, self._own, self._state.data_ptr() + 24, *self._wait,
                 tokens, blocks,
             )  # fmt: skip
             super().combine_receive(ids, weights, out, tokens=tokens, live_rows=live_rows, accumulate=accumulate)
             return
         self._run(
-            "LandResults", ids, live_rows, *self._across, self._own, self._state.data_ptr() + 24, *self._wait, tokens,
+            "LandResults", ids, live_rows, *across, self._own, self._state.data_ptr() + 24, *self._wait, tokens,
             blocks,
         )  # fmt: skip
         super().combine_receive(ids, weights, out, tokens=tokens, live_rows=live_rows, accumulate=accumulate)
@@ -118,8 +138,8 @@ class NetworkExchange(ExpertExchange):
     ) -> None:
         order, chunks = self._order(ids, tokens, live_rows, *self._wait), -(-tokens // self.layout.chunk)
         launch.run(
-            self._row_kernel(), self._state, x, scales, ids, live_rows, *order, self._outboxes, *self._rails, self._own,
-            self._state.data_ptr(), self.rank, tokens, min(self._sms, chunks),
+            self._row_kernel(), self._state, x, scales, ids, weights, live_rows, *order, self._outboxes, *self._rails,
+            self._own, self._state.data_ptr(), self.rank, tokens, min(self._sms, chunks),
         )  # fmt: skip
         self._launch_push((x, scales, ids, weights, live_rows, *order), tokens, None)
 
@@ -136,8 +156,10 @@ class NetworkExchange(ExpertExchange):
         launch.run(self._kernel(name), self._state, *arguments)
 
     def _kernel(self, name: str) -> jit.Launcher:
-        from rose_dist.kernels.cute import network_combine, network_dispatch  # noqa: PLC0415 - loads the compiler
+        from rose_dist.kernels.cute import network_combine, network_dispatch, network_sums  # noqa: PLC0415
 
+        if name == "SumNode":
+            return _load(network_sums.SumNode(self._arch, self.network, self.result_dtype))
         module = network_dispatch if hasattr(network_dispatch, name) else network_combine
         return _load(getattr(module, name)(self._arch, self.network))
 

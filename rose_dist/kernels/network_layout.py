@@ -27,7 +27,10 @@ with the sender's place in its own node (its rail peer), and that one lands it i
 for. Packets need nothing more, their words carry the epoch, whoever wrote them. Plain rows come by chunks, as one
 message each, and the forwarder sets the chunk's flag of every member. So a member waits for nothing but what
 `exchange_layout` says, and sees who the source is, not who brought it. Results don't take that way: they go from the
-experts' ranks to the source, one message a rank.
+experts' ranks to the source, one message a rank; except with the exchange's `node_ranks`. Then a node's ranks return
+them, as they return results inside a node, to the one that forwarded the token (`node_results`), which adds up what the
+node has for a record in the order of the top k and sends the sums for a message's records as one, to the source's rail
+peer of `result_inbox`: itself. It reads places and weights from the record's message, which stays until then.
 
 Areas, where a sender or receiver is a group of `members` ranks, that is, one of them:
 
@@ -71,7 +74,14 @@ class NetworkLayout(MemoryAreas):
     members: int = 1
     """Ranks that share records, one node's; 1: none do."""
 
+    @property
+    def sums(self) -> bool:
+        """Whether nodes' sums go back."""
+        return self.exchange.node_ranks > 0
+
     def __post_init__(self) -> None:
+        if self.sums and self.exchange.node_ranks != self.members:
+            raise checks.fail("members", f"is {self.members}, and {self.exchange.node_ranks} ranks add up results")
         if self.members < 1 or self.exchange.ranks % self.members:
             raise checks.fail("members", f"is {self.members}; must divide the {self.exchange.ranks} ranks")
         if self.exchange.chunk != RECORDS or self.exchange.has_returns or self.exchange.partial_sums:

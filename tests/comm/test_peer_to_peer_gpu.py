@@ -13,7 +13,6 @@ pytest.importorskip("cutlass")
 
 from rose_dist.comm.all_to_all.create import region_bytes
 from rose_dist.comm.all_to_all.local_gpu import GpuOptions
-from rose_dist.comm.all_to_all.nvlink import exchange_layout
 from rose_dist.comm.all_to_all.peer_to_peer import PeerToPeer, network_layout
 from rose_dist.comm.layout import Layout
 from rose_dist.comm.symmetric_memory import Region
@@ -26,7 +25,7 @@ from rose_dist.kernels.peer_regions import HEADER_STAGE, NETWORK_RECORD_STAGE, S
 from rose_dist.kernels.sync import WaitExpiredError
 from tests.comm.emulated import SMS, Cluster
 from tests.comm.oracle import Case
-from tests.comm.test_all_to_all import same_bits
+from tests.comm.test_all_to_all import BF16, same_bits
 from tests.comm.test_nvlink_gpu import DEVICE, SMALL, Exchange, Job, One, once
 from tests.comm.test_nvlink_schedules import ordering, plain_rows_from, report_of
 from tests.ptx.cutedsl import compile_kernel
@@ -47,11 +46,12 @@ class Nodes(Job):
         ranks = len(nodes)
         self.config = replace(case.config, max_tokens=max_tokens or case.config.max_tokens, rail_forwarding=rails)
         self.layout = Layout(ranks, tp=1, dp=ranks, ep=ranks)
-        sizes = exchange_layout(self.config, ranks, in_flight, network=True)
+        network = network_layout(self.config, Topology.of(nodes, 0), in_flight)
+        sizes = network.exchange
         monkeypatch.setattr(nvshmem, "bitcode", lambda arch: None)
         self.cluster = Cluster(ranks, sizes.region_bytes, monkeypatch, ARCHS[arch])
         machine = self.cluster.peers.machine
-        size = network_layout(self.config, sizes, Topology.of(nodes, 0)).region_bytes
+        size = network.region_bytes
         self.networks = [machine.zeros(size, torch.uint8, gpu=g, name=f"network region of {g}") for g in range(ranks)]
         machine.register_symmetric(self.networks)
         machine.register_symmetric(self.cluster.peers.inboxes)
@@ -144,6 +144,26 @@ def test_many_tokens_travel_as_rows(nodes: str, rails: bool, monkeypatch: pytest
         once(job, replace(case, routing=kind, seed=seed, tokens=tokens), seed)
 
 
+SUMMED = {
+    "some": Case(tokens=(5, 0, 18, 3), experts=9, top_k=4, dtype=BF16),
+    "duplicates": Case(tokens=(4, 3), experts=8, top_k=3, routing="duplicates"),
+    "top 12": Case(tokens=(3, 2), experts=17, top_k=12, dtype=BF16, accumulate=True),
+    "skips": Case(tokens=(5, 4), experts=5, top_k=3, routing="skips", rows=(4, 4, 0, 2)),
+}
+
+
+@pytest.mark.parametrize("most", [256, 3], ids=["packets", "plain rows"])
+@pytest.mark.parametrize(
+    ("name", "nodes"), [*((name, "aabb") for name in SUMMED), ("some", "aabbccdd"), ("some", "aaaabbbb")]
+)
+def test_nodes_add_up(name: str, nodes: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_rows_from(most + 1, monkeypatch)
+    case = replace(SUMMED[name], partial_sums=True, sum_ranks=nodes.count("a"))
+    job = Nodes(case, nodes, monkeypatch, rails=True)
+    for seed in range(2):
+        once(job, replace(case, seed=seed), seed)
+
+
 def test_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
     case = SMALL[next(iter(SMALL))]
     once(Nodes(case, "aab", monkeypatch, arch="sm_100a"), case, 0)
@@ -175,15 +195,19 @@ def test_two_exchanges_in_flight(nodes: str, rails: bool, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("most", [256, 2], ids=["packets", "plain rows"])
-@ODD_OR_RAILS
-def test_exchanges_that_nobody_waits_for(nodes: str, rails: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("nodes", "rails", "sums"), [("abb", False, False), ("aabb", True, False), ("aabb", True, True)]
+)
+def test_exchanges_that_nobody_waits_for(
+    nodes: str, rails: bool, sums: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Buffers are used again while slow ranks are behind: five exchanges of one launch queue a GPU, whose experts give
     rows back as they came; only the last one's rows and results can be looked at.
     """
     plain_rows_from(most + 1, monkeypatch)
-    case = Case(tokens=(3, 2, 4), experts=5, top_k=2, hidden=16)
+    case = Case(tokens=(3, 2, 4), experts=5, top_k=2, hidden=16, partial_sums=sums)
     job = Nodes(case, nodes, monkeypatch, rails=rails)
-    for seed in range(3):
+    for seed in range(2):
         for number in range(5):
             exchange = Exchange(job, replace(case, seed=10 * seed + number))
             exchange.dispatch()
@@ -191,7 +215,7 @@ def test_exchanges_that_nobody_waits_for(nodes: str, rails: bool, most: int, mon
         job.run(seed)
         exchange.check_rows()
         for out, batch in zip(outs, exchange.batches, strict=True):
-            total = torch.zeros(batch.x.shape)
+            total = torch.zeros(batch.x.shape)  # in either order of summing, as there are two fp32 addends
             for place in range(case.top_k):
                 total += batch.routing.weights[:, place, None] * batch.x
             assert same_bits(out, total)
@@ -240,6 +264,35 @@ def test_a_row_crosses_once_a_node(most: int, monkeypatch: pytest.MonkeyPatch) -
         signals = words[layout.start(f"{kind}_signals") // 4 :]
         sent = [signals[2 * (layout.groups + group)] & 255 for group in range(layout.groups)]  # exchange 1: copy 1
         assert sent == [3 if group != rank // 2 else 0 for group in range(2)]
+
+
+def test_weakened_flags_of_results_to_be_summed_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At both ends: by whoever returns them, and by the rank that adds them up. Signals that it waits for again have
+    been acquired by the launch that landed them.
+    """
+    plain_rows_from(2, monkeypatch)
+    case = Case(tokens=(3, 2), experts=4, top_k=2, hidden=16, partial_sums=True, sum_ranks=2)
+    job = Nodes(case, "aabb", monkeypatch, rails=True)
+    exchange = Exchange(job, case)
+    exchange.dispatch()
+    job.run()
+    exchange.combine_send()
+    programs = {one.program.kernel.name: one.program for queue in job.cluster.peers._launches for one in queue}
+    tried = set()
+    for name, program in programs.items():
+        for weakening in ordering(program):
+            if ".u64" in weakening.text or ("SumNode" in name and weakening.text.startswith("st")):
+                continue
+            tried.add(weakening.text.split(".")[0])
+
+            def change(launch: Launch, weakening: Any = weakening, name: str = name) -> Launch:
+                return weakening.apply(launch) if launch.program.kernel.name == name else launch
+
+            job = Nodes(case, "aabb", monkeypatch, rails=True)
+            job.cluster.peers.change = change
+            with pytest.raises((PtxError, AssertionError)):
+                several(job, case)
+    assert tried == {"st", "ld"}
 
 
 def test_every_weakened_flag_of_forwarded_rows_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

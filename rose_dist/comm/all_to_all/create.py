@@ -89,6 +89,8 @@ def region_bytes(config: AllToAllConfig, topology: Topology, in_flight: int = 1,
     """What `create` takes of the symmetric memory for experts spread over the GPUs of `topology`, each `tp` of which
     have the same tokens.
     """
-    network = not topology.one_domain
-    layout = exchange_layout(part_of(config, tp), len(topology.nodes), in_flight, network=network)
-    return layout.region_bytes + (network_layout(config, layout, topology).region_bytes if network else 0)
+    part = part_of(config, tp)
+    if topology.one_domain:
+        return exchange_layout(part, len(topology.nodes), in_flight).region_bytes
+    layout = network_layout(part, topology, in_flight)
+    return layout.exchange.region_bytes + layout.region_bytes

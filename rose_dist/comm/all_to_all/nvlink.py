@@ -170,9 +170,12 @@ class NvLink(AllToAll):
         return handle
 
 
-def exchange_layout(config: AllToAllConfig, ranks: int, in_flight: int, *, network: bool = False) -> ExchangeLayout:
+def exchange_layout(
+    config: AllToAllConfig, ranks: int, in_flight: int, *, network: bool = False, node_ranks: int = 0
+) -> ExchangeLayout:
     """Of the memory that so many ranks need; raises `KernelArgumentError` for sizes that don't fit. network: some are
-    on other nodes, whose messages are larger and carry rows as they are given.
+    on other nodes, whose messages are larger and carry rows as they are given. node_ranks: of each node, if it is that
+    which makes partial sums.
     """
     result_bytes = config.hidden * config.expert_dtype.itemsize
     return ExchangeLayout(
@@ -181,5 +184,5 @@ def exchange_layout(config: AllToAllConfig, ranks: int, in_flight: int, *, netwo
         result_bytes=result_bytes, in_flight=in_flight,
         most_packet_tokens=PACKET_TOKENS, most_result_packet_bytes=1 << 62 if network else RESULT_PACKET_BYTES,
         chunk=CHUNK if network else NVLINK_CHUNKS.select(result_bytes), quantized=None if network else config.quantized,
-        partial_sums=config.partial_sums,
+        partial_sums=config.partial_sums and not node_ranks, node_ranks=node_ranks,
     )  # fmt: skip

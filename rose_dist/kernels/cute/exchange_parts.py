@@ -41,12 +41,13 @@ def owner(layout: Any, expert: Any) -> Any:
 
 
 def first_places(layout: Any, valid: list[Any], experts: list[Any], seen: Any) -> tuple[list[Any], Any]:
-    """Of some places of a token's top k, which are the first of their expert's rank; `seen`: u32, the ranks of earlier
-    places as bits, also returned with those of these places.
+    """Of some places of a token's top k, which are the first of their expert's rank, or node with `node_ranks`; `seen`:
+    u32, the ranks or nodes of earlier places as bits, also returned with those of these places.
     """
     first = []
     for here, expert in zip(valid, experts, strict=True):
-        bit = Uint32(1) << Uint32(owner(layout, vector.select(here, expert, Int32(0))))
+        rank = owner(layout, vector.select(here, expert, Int32(0)))
+        bit = Uint32(1) << Uint32(rank // max(1, layout.node_ranks))
         first.append(Boolean(here & (seen & bit == 0)))
         seen = Uint32(vector.select(here, seen | bit, seen))
     return first, seen

@@ -127,8 +127,9 @@ class RowPusher:
                         )
                         word = self.word(expert, ordinal)
                 row, given = x + Int64(token) * layout.row_bytes, scales + Int64(token) * layout.scale_bytes
+                mine = weights + Int64(token) * (4 * layout.top_k)
                 self.push_record(
-                    row, given, token, weights, to, word, peers, area, chunk, number, masks, half, warp % self.share
+                    row, given, token, mine, to, word, peers, area, chunk, number, masks, half, warp % self.share
                 )
 
     def word(self, expert: Any, ordinal: Any) -> Any:
@@ -140,7 +141,7 @@ class RowPusher:
         area: Int64, chunk: Int32, number: Int32, masks: cute.Tensor, half: Int32, part: Int32,
     ) -> None:  # fmt: skip
         """A warp's part of a token's row to all its destinations, the chunk's number `number`; lane j knows about place
-        j: its destination, −1 for none, and its word.
+        j: its destination, −1 for none, and its word. weights: the token's.
         """
         layout, lane, target = self.layout, cute.arch.thread_idx()[0] % WARP, Int64(0)
         if to >= 0:
@@ -162,8 +163,8 @@ class RowPusher:
     def write_meta(self, token: Int32, to: Int32, word: Uint32, weights: Int64, target: Int64) -> None:
         """`word` is this lane's place for destination `to`."""
         layout, lane, weight = self.layout, cute.arch.thread_idx()[0] % WARP, Uint32(0)
-        if const_expr(layout.partial_sums):
-            place = Int64(token) * layout.top_k + vector.min_of(lane, Int32(layout.top_k - 1))
+        if const_expr(layout.weighted):
+            place = Int64(vector.min_of(lane, Int32(layout.top_k - 1)))
             weight = Uint32(vector.scalar(weights + place * 4, Uint32)[0])
         for j in range(layout.top_k):
             record, destination = Int64(cute.arch.shuffle_sync(target, j)), cute.arch.shuffle_sync(to, j)
@@ -172,7 +173,7 @@ class RowPusher:
                 if lane < self.layout.top_k:
                     mine = vector.select(to == destination, word, Uint32(NO_PLACE))
                     ptx.store_relaxed(meta + 4 * (1 + Int64(lane)), Uint32(mine), "sys")
-                    if const_expr(layout.partial_sums):
+                    if const_expr(layout.weighted):
                         ptx.store_relaxed(meta + 4 * (1 + layout.top_k + Int64(lane)), weight, "sys")
                 if lane == 0:
                     ptx.store_relaxed(meta, Uint32(token), "sys")

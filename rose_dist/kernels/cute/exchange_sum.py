@@ -91,7 +91,7 @@ class RowSummer:
                     sync.wait(flag, epoch, "sys", limit_ns, report, rank, thread, RESULT_CHUNK_STAGE, True)
             cute.arch.sync_threads()
             here = vector.min_of(live - number * group, Int32(group))
-            if const_expr(layout.partial_sums):
+            if const_expr(layout.weighted):
                 for at in range(thread // WARP // self.share, here, self.warps // self.share):
                     self.sum_sums(
                         number * group + at, thread // WARP % self.share, expert_out, row_stride, mine, ids, weights,
@@ -177,28 +177,32 @@ class RowSummer:
         results: Int64, out: Int64, rank: Int32,
     ) -> None:  # fmt: skip
         """A warp's part of the sum of every rank's sum, each at the first of its places; this rank's is made here, if
-        `direct`. Lane j knows about place j.
+        `direct`. With `node_ranks`, of every node's sum, and this node's is made here. Lane j knows about place j.
         """
         layout, lane, top_k = self.layout, cute.arch.thread_idx()[0] % WARP, self.layout.top_k
         by, row, weight, repeated = Int32(-1), Int32(-1), Float32(0.0), Boolean(False)
         if lane < top_k:
             expert = local_expert(ids, token * top_k + lane, Int32(0), layout.experts)
-            row = vector.scalar(mine + (Int64(token) * layout.note_words + lane) * 4, Int32)[0]
+            row = self.row(mine, token, lane)
             weight = vector.scalar(weights + (Int64(token) * top_k + lane) * 4, Float32)[0]
             if expert >= 0:
-                by = Int32(owner(layout, expert))
+                by = Int32(owner(layout, expert) // self.summing)
         for j in range_constexpr(top_k):
             repeated = repeated | ((cute.arch.shuffle_sync(by, j) == by) & (lane > j))
         firsts = Uint32(cute.arch.vote_ballot_sync((by >= 0) & ~repeated))
-        here = Uint32(cute.arch.vote_ballot_sync(by == rank)) if const_expr(self.direct) else Uint32(0)
+        here, at = Uint32(0), results + Int64(token) * (top_k * layout.result_bytes)
+        if const_expr(self.makes_own):
+            here = Uint32(cute.arch.vote_ballot_sync(by == rank // self.summing))
+        rows, stride = expert_out, row_stride
+        if const_expr(layout.node_ranks > 0):
+            rows, stride = results, Int64(layout.result_bytes)
         place = vector.select(here != 0, lowest(here), Int32(-1))
-        at = results + Int64(token) * (top_k * layout.result_bytes)
         for first in range(part * (WARP * UNROLL), self.vectors, self.share * (WARP * UNROLL)):
             numbers = [vector.min_of(first + lane + i * WARP, Int32(self.vectors - 1)) for i in range(UNROLL)]
             total, own, left = zeros(UNROLL * self.count), zeros(UNROLL * self.count), firsts
             places, loaded, left = self.load_sums(at, left, place, numbers)
-            if const_expr(self.direct):
-                self.partial.add_places(own, expert_out, row_stride, row, weight, here, numbers)
+            if const_expr(self.makes_own):
+                self.partial.add_places(own, rows, stride, row, weight, here, numbers)
             summed = rounded(own, self.dtype)
             self.add_sums(total, places, loaded, place, summed)
             if const_expr(self.sums_at_once < self.most_sums):
@@ -214,10 +218,26 @@ class RowSummer:
     def partial(self) -> PartialSums:
         return PartialSums(self.layout, self.dtype, PacketTiling(self.layout.result_packets, 1))
 
+    def row(self, mine: Any, token: Any, place: Any) -> Any:
+        """Where this rank's or node's result for a place is."""
+        if self.layout.node_ranks:
+            return token * self.layout.top_k + place
+        return vector.scalar(mine + (Int64(token) * self.layout.note_words + place) * 4, Int32)[0]
+
+    @property
+    def makes_own(self) -> bool:
+        """Whether this rank's or node's sum does not come."""
+        return self.direct or self.layout.node_ranks > 0
+
+    @property
+    def summing(self) -> int:
+        """Ranks whose results come as one sum."""
+        return max(1, self.layout.node_ranks)
+
     @property
     def most_sums(self) -> int:
         """Of a token."""
-        return min(self.layout.ranks, self.layout.top_k)
+        return min(self.layout.ranks // self.summing, self.layout.top_k)
 
     @property
     def sums_at_once(self) -> int:

@@ -46,20 +46,20 @@ class SendRecords(nvshmem.NetworkKernel):
 
     @cute.jit
     def __call__(
-        self, x: Int64, scales: Int64, ids: Int64, live_rows: Int64, far: Int64, far_count: Int32, network: Int64,
-        send_state: Int64, rank: Int32, tokens: Int32, blocks: Int32, stream: Stream,
+        self, x: Int64, scales: Int64, ids: Int64, weights: Int64, live_rows: Int64, far: Int64, far_count: Int32,
+        network: Int64, send_state: Int64, rank: Int32, tokens: Int32, blocks: Int32, stream: Stream,
     ) -> None:  # fmt: skip
-        """Addresses: x, scales, ids, live_rows and send_state as for `ExchangeDispatch`; far int32 [far_count], the
-        ranks of other nodes in the order of sending, one a group; network: this rank's network region.
+        """Addresses: x, scales, ids, weights, live_rows and send_state as for `ExchangeDispatch`; far int32
+        [far_count], the ranks of other nodes in the order of sending, one a group; network: this rank's network region.
         """
-        self.kernel(x, scales, ids, live_rows, far, far_count, network, send_state, rank, tokens).launch(
+        self.kernel(x, scales, ids, weights, live_rows, far, far_count, network, send_state, rank, tokens).launch(
             grid=[blocks, 1, 1], block=[self.tiling.threads, 1, 1], stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
     def kernel(
-        self, x: Int64, scales: Int64, ids: Int64, live_rows: Int64, far: Int64, far_count: Int32, network: Int64,
-        send_state: Int64, rank: Int32, tokens: Int32,
+        self, x: Int64, scales: Int64, ids: Int64, weights: Int64, live_rows: Int64, far: Int64, far_count: Int32,
+        network: Int64, send_state: Int64, rank: Int32, tokens: Int32,
     ) -> None:  # fmt: skip
         exchange, sender = self.layout.exchange, self.sender
         live, epoch = vector.live_rows(live_rows, tokens), packets.current_epoch(send_state)
@@ -85,7 +85,7 @@ class SendRecords(nvshmem.NetworkKernel):
                     sender.find(token, experts, masks, places, owners, rows)
                     cute.arch.sync_threads()
                     record = message + self.layout.headers_bytes + Int64(number) * self.layout.record_bytes
-                    self.write_meta(token, to, experts, places, owners, rows, record)
+                    self.write_meta(token, to, experts, places, owners, rows, weights, record)
                     self.write_row(x, scales, token, record + self.layout.meta_bytes)
                     cute.arch.sync_threads()
                 place = place_of(self.layout, "record", epoch, rank, item // far_count)
@@ -118,14 +118,16 @@ class SendRecords(nvshmem.NetworkKernel):
     @cute.jit
     def write_meta(
         self, token: Int32, to: Int32, experts: cute.Tensor, places: cute.Tensor, owners: cute.Tensor,
-        rows: cute.Tensor, record: Int64,
+        rows: cute.Tensor, weights: Int64, record: Int64,
     ) -> None:  # fmt: skip
-        layout, top_k = self.layout, self.layout.exchange.top_k
+        layout, top_k, behind = self.layout, self.layout.exchange.top_k, self.layout.exchange.meta_words
         first = first_member(layout, to)
         for at in range(cute.arch.thread_idx()[0], layout.meta_words, self.tiling.threads):
             word = Uint32(token)
-            if at > top_k:
-                word = Uint32(rows[first + at - 1 - top_k])
+            if at >= behind:
+                word = Uint32(rows[first + at - behind])
+            elif at > top_k:
+                word = Uint32(vector.scalar(weights + (Int64(token) * top_k + at - 1 - top_k) * 4, Uint32)[0])
             elif at > 0:
                 by, word = owners[at - 1], Uint32(NO_PLACE)
                 if (by >= first) & (by < first + layout.members):
@@ -241,7 +243,7 @@ class LandRecords(jit.Kernel):
             for j in range(top_k):
                 by, _ = arrived(layout.exchange, vector.scalar(record + (1 + Int64(j)) * 4, Uint32)[0])
                 if by == first + member:
-                    row = vector.scalar(record + (1 + top_k + Int64(member)) * 4, Int32)[0]
+                    row = vector.scalar(record + (layout.exchange.meta_words + Int64(member)) * 4, Int32)[0]
             rows[at] = row
         cute.arch.sync_threads()
 

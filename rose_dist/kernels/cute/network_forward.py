@@ -99,8 +99,9 @@ class RowForwarder:
                 by, word = self.place(record, lane)
             token = Int32(ptx.load_relaxed(record + exchange.meta_offset, "sys"))
             to = vector.max_of(by - first, Int32(-1))
+            weights = record + exchange.meta_offset + 4 * (1 + exchange.top_k)
             pusher.push_record(
-                record, record + exchange.row_bytes, token, Int64(0), to, word, members, area, chunk, number, masks,
+                record, record + exchange.row_bytes, token, weights, to, word, members, area, chunk, number, masks,
                 Int32(0), warp % pusher.share,
             )  # fmt: skip
         cute.arch.sync_threads()

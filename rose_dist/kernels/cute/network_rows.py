@@ -37,23 +37,23 @@ class SendRows(nvshmem.NetworkKernel):
 
     @cute.jit
     def __call__(
-        self, x: Int64, scales: Int64, ids: Int64, live_rows: Int64, numbers: Int64, counts: Int64, offsets: Int64,
-        outboxes: Int64, far: Int64, far_count: Int32, network: Int64, own: Int64, state: Int64, rank: Int32,
-        tokens: Int32, blocks: Int32, stream: Stream,
+        self, x: Int64, scales: Int64, ids: Int64, weights: Int64, live_rows: Int64, numbers: Int64, counts: Int64,
+        offsets: Int64, outboxes: Int64, far: Int64, far_count: Int32, network: Int64, own: Int64, state: Int64,
+        rank: Int32, tokens: Int32, blocks: Int32, stream: Stream,
     ) -> None:  # fmt: skip
         """Arguments as for `DispatchRows` and `SendRecords`; own: this rank's exchange region; outboxes: int64
         [groups], where the first copy of the row outbox for each group of other nodes starts, 0 for others.
         """
         self.kernel(
-            x, scales, ids, live_rows, numbers, counts, offsets, outboxes, far, far_count, network, own, state, rank,
-            tokens,
+            x, scales, ids, weights, live_rows, numbers, counts, offsets, outboxes, far, far_count, network, own, state,
+            rank, tokens,
         ).launch(grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
     def kernel(
-        self, x: Int64, scales: Int64, ids: Int64, live_rows: Int64, numbers: Int64, counts: Int64, offsets: Int64,
-        outboxes: Int64, far: Int64, far_count: Int32, network: Int64, own: Int64, state: Int64, rank: Int32,
-        tokens: Int32,
+        self, x: Int64, scales: Int64, ids: Int64, weights: Int64, live_rows: Int64, numbers: Int64, counts: Int64,
+        offsets: Int64, outboxes: Int64, far: Int64, far_count: Int32, network: Int64, own: Int64, state: Int64,
+        rank: Int32, tokens: Int32,
     ) -> None:  # fmt: skip
         layout, block, thread = self.layout.exchange, cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
         pusher = RowPusher(layout, THREADS, self.layout.members)
@@ -70,7 +70,7 @@ class SendRows(nvshmem.NetworkKernel):
             cute.arch.sync_threads()
             pusher.find_destinations(ids, chunk, live, masks, Int32(0))
             cute.arch.sync_threads()
-            pusher.push_tokens(x, scales, ids, Int64(0), numbers, offsets, outboxes, area, chunk, live, masks, Int32(0))
+            pusher.push_tokens(x, scales, ids, weights, numbers, offsets, outboxes, area, chunk, live, masks, Int32(0))
             if thread < self.layout.groups:
                 runs[thread] = pusher.run(chunk, thread, masks, Int32(0))
             cute.arch.sync_threads()
