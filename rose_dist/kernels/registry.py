@@ -239,7 +239,11 @@ def _across_nodes(arch: Arch) -> Iterator[Kernel]:
                 scale_bytes=4 * scales, result_bytes=hidden * 2, most_result_packet_bytes=1 << 62,
             )
         )  # fmt: skip
-        yield LandRecords(arch, layout)
-        yield LandRecords(arch, replace(layout, members=8))
-        yield LandResults(arch, layout)
-        yield LandResultRows(arch, layout)
+        summed = NetworkLayout(replace(layout.exchange, node_ranks=8), members=8)
+        for one in (layout, summed):
+            yield LandRecords(arch, one)
+            yield LandResults(arch, one)
+            yield LandResultRows(arch, one)
+        for most in PARTS.variants:
+            yield ExchangeCombine(arch, summed.exchange, torch.bfloat16, torch.bfloat16, False, most, False, True)
+        yield CombineRows(arch, summed.exchange, torch.bfloat16, torch.bfloat16, False, False, False)

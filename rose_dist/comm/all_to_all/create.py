@@ -30,7 +30,7 @@ def create(
     ranks the symmetric `memory` of their expert-parallel group, made with `groups.topology.far` and with `region_bytes`
     left in it.
 
-    Raises `ValueError` on every rank if they give different sizes.
+    Raises `ValueError` on every rank if they give different sizes, or nodes' sums are asked for that can't be had.
     """
     chosen = _choose(config, groups, gpu, all_reduce, memory)
     experts = chosen.local_experts
@@ -57,6 +57,8 @@ def _choose(
     if layout.moe_mode == "data_parallel":
         if gpu is not None:
             return _between_gpus(config, groups, gpu, all_reduce, memory)
+        if config.partial_sums and config.rail_forwarding and not groups.topology.one_domain:
+            raise ValueError("CPU ranks add up results by rank, not by node: leave out partial_sums or rail_forwarding")
         if layout.tp > 1:
             return SplitTokens(config, groups.tp, lambda part: Mpi(part, groups.ep))
         return Mpi(config, groups.ep)
