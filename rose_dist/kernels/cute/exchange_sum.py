@@ -20,8 +20,8 @@ from rose_dist.kernels.variants import WARP
 
 AT_ONCE = 8
 """Results of one output place that a thread has in flight."""
-SUMS_AT_ONCE = 4
-"""The same of ranks' sums."""
+SUMS_AT_ONCE = 2
+"""The same of ranks' sums; from 3 on registers spill."""
 
 
 @dataclass(frozen=True)
