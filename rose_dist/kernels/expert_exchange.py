@@ -15,8 +15,9 @@ from torch import Tensor
 
 from rose_dist.kernels import checks, jit, launch
 from rose_dist.kernels.exchange_kernels import ExchangeKernels
-from rose_dist.kernels.exchange_layout import HEADER_WORDS, ExchangeLayout
+from rose_dist.kernels.exchange_layout import ExchangeLayout
 from rose_dist.kernels.exchange_order import SourceOrder
+from rose_dist.kernels.exchange_sizes import HEADER_WORDS
 from rose_dist.kernels.exchange_tiling import PARTS, PUSHERS, SUM_PUSHERS, PacketTiling, record_tiling
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.moe_dispatch import LIMIT_NS

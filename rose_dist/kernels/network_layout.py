@@ -58,7 +58,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rose_dist.kernels import checks
-from rose_dist.kernels.exchange_layout import CHUNK, HEADER_WORDS, ExchangeLayout
+from rose_dist.kernels.exchange_layout import ExchangeLayout
+from rose_dist.kernels.exchange_sizes import CHUNK, HEADER_WORDS
 from rose_dist.kernels.memory_areas import MemoryAreas, round_up
 
 RECORDS = CHUNK

@@ -14,13 +14,8 @@ from rose_dist.comm.all_to_all.packing import check_combine, check_live, check_o
 from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig, Dispatched, Handle, Routing, with_bias
 from rose_dist.comm.layout import even_split
 from rose_dist.comm.symmetric_memory import Ranks, Region
-from rose_dist.kernels.exchange_layout import (
-    CHUNK,
-    NVLINK_CHUNKS,
-    PACKET_TOKENS,
-    RESULT_PACKET_BYTES,
-    ExchangeLayout,
-)
+from rose_dist.kernels.exchange_layout import ExchangeLayout
+from rose_dist.kernels.exchange_sizes import CHUNK, NVLINK_CHUNKS, PACKET_TOKENS, RESULT_PACKET_BYTES
 from rose_dist.kernels.expert_exchange import ExpertExchange, ReceivedRows, received_rows
 
 

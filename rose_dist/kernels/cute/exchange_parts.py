@@ -11,7 +11,8 @@ from typing import Any
 from rose_dist.kernels import ptx, vector
 from rose_dist.kernels.cute import packets
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Uint8, Uint32, Uint64, const_expr, cute, cutlass
-from rose_dist.kernels.exchange_layout import HEADER_WORDS, NO_PLACE, ORDINAL_BITS, ROWS, ExchangeLayout
+from rose_dist.kernels.exchange_layout import ExchangeLayout
+from rose_dist.kernels.exchange_sizes import HEADER_WORDS, NO_PLACE, ORDINAL_BITS, ROWS
 from rose_dist.kernels.peer_regions import HEADER_STAGE, PACKET_BYTES, PACKET_WORDS
 from rose_dist.kernels.variants import WARP
 

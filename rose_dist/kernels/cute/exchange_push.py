@@ -21,7 +21,8 @@ from rose_dist.kernels.cute.exchange_parts import (
 )
 from rose_dist.kernels.cute.expert_slots import local_expert, shared_integers
 from rose_dist.kernels.dsl import Int32, Int64, Uint32, const_expr, cute, range_constexpr
-from rose_dist.kernels.exchange_layout import NO_PLACE, ROWS, ExchangeLayout
+from rose_dist.kernels.exchange_layout import ExchangeLayout
+from rose_dist.kernels.exchange_sizes import NO_PLACE, ROWS
 from rose_dist.kernels.variants import WARP
 
 UNROLL = 4

@@ -12,15 +12,8 @@ from rose_dist.kernels.cute.exchange_quantize import apart
 from rose_dist.kernels.cute.exchange_take_rows import RowTaker, note_place
 from rose_dist.kernels.cute.expert_slots import scan_starts, shared_integers
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Uint32, const_expr, cute, range_constexpr
-from rose_dist.kernels.exchange_layout import (
-    HEADER_WORDS,
-    PACKETS,
-    RETURNS,
-    ROWS,
-    UNIT_PACKETS,
-    UNIT_VALUES,
-    ExchangeLayout,
-)
+from rose_dist.kernels.exchange_layout import ExchangeLayout
+from rose_dist.kernels.exchange_sizes import HEADER_WORDS, PACKETS, RETURNS, ROWS, UNIT_PACKETS, UNIT_VALUES
 from rose_dist.kernels.exchange_tiling import PacketTiling
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.peer_regions import PACKET_BYTES, PACKET_WORDS, RECORD_STAGE

@@ -20,7 +20,8 @@ from rose_dist.kernels.cute.exchange_parts import (
 from rose_dist.kernels.cute.exchange_quantize import PartQuantizer
 from rose_dist.kernels.cute.expert_slots import local_expert, shared_integers
 from rose_dist.kernels.dsl import Int32, Int64, Uint32, const_expr, cute, range_constexpr
-from rose_dist.kernels.exchange_layout import NO_PLACE, ExchangeLayout
+from rose_dist.kernels.exchange_layout import ExchangeLayout
+from rose_dist.kernels.exchange_sizes import NO_PLACE
 from rose_dist.kernels.exchange_tiling import PacketTiling
 from rose_dist.kernels.peer_regions import PACKET_BYTES, PACKET_WORDS
 from rose_dist.kernels.variants import WARP

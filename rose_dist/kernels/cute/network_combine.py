@@ -11,7 +11,7 @@ from rose_dist.kernels.cute.exchange_send import PacketSender
 from rose_dist.kernels.cute.expert_slots import shared_integers
 from rose_dist.kernels.cute.network_parts import load_words, message_at, place_of, signal_at, signal_of, wait_signal
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, const_expr, cute
-from rose_dist.kernels.exchange_layout import HEADER_WORDS, ROWS
+from rose_dist.kernels.exchange_sizes import HEADER_WORDS, ROWS
 from rose_dist.kernels.exchange_tiling import PacketTiling
 from rose_dist.kernels.network_layout import RECORDS, NetworkLayout
 from rose_dist.kernels.peer_regions import NETWORK_RESULT_STAGE, PACKET_BYTES, PACKET_WORDS

@@ -21,7 +21,7 @@ from rose_dist.kernels.cute.network_parts import (
     write_headers,
 )
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, const_expr, cute
-from rose_dist.kernels.exchange_layout import HEADER_WORDS, NO_PLACE, PACKETS
+from rose_dist.kernels.exchange_sizes import HEADER_WORDS, NO_PLACE, PACKETS
 from rose_dist.kernels.exchange_tiling import PacketTiling
 from rose_dist.kernels.network_layout import RECORDS, NetworkLayout
 from rose_dist.kernels.peer_regions import NETWORK_RECORD_STAGE, PACKET_BYTES, PACKET_WORDS

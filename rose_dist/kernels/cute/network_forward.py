@@ -18,7 +18,7 @@ from rose_dist.kernels.cute.network_parts import (
     wait_signal,
 )
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Uint32, cute
-from rose_dist.kernels.exchange_layout import NO_PLACE, ROWS
+from rose_dist.kernels.exchange_sizes import NO_PLACE, ROWS
 from rose_dist.kernels.network_layout import NetworkLayout
 from rose_dist.kernels.peer_regions import NETWORK_RECORD_STAGE
 from rose_dist.kernels.variants import WARP

@@ -7,7 +7,7 @@ from typing import Any
 from rose_dist.kernels import ptx, sync, vector
 from rose_dist.kernels.cute.exchange_parts import copy_of, header_word
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Uint32, Uint64, cute, cutlass
-from rose_dist.kernels.exchange_layout import HEADER_WORDS
+from rose_dist.kernels.exchange_sizes import HEADER_WORDS
 from rose_dist.kernels.network_layout import NetworkLayout
 
 

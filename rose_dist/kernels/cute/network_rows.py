@@ -23,7 +23,7 @@ from rose_dist.kernels.cute.network_parts import (
     write_headers,
 )
 from rose_dist.kernels.dsl import Int32, Int64, Stream, Uint32, cute
-from rose_dist.kernels.exchange_layout import ROWS
+from rose_dist.kernels.exchange_sizes import ROWS
 from rose_dist.kernels.network_layout import NetworkLayout
 
 

@@ -23,7 +23,7 @@ from rose_dist.kernels.cute.network_parts import (
     wait_signal,
 )
 from rose_dist.kernels.dsl import Boolean, Float32, Int32, Int64, Stream, Uint32, const_expr, cute, range_constexpr
-from rose_dist.kernels.exchange_layout import NO_PLACE, ROWS
+from rose_dist.kernels.exchange_sizes import NO_PLACE, ROWS
 from rose_dist.kernels.exchange_tiling import PacketTiling
 from rose_dist.kernels.network_layout import RECORDS, NetworkLayout
 from rose_dist.kernels.peer_regions import (
