@@ -42,7 +42,8 @@ from rose_dist.kernels.cute.route_rows import RouteRows
 from rose_dist.kernels.cute.small_linear import COLUMNS, SmallLinear
 from rose_dist.kernels.draw import RowSplit
 from rose_dist.kernels.e4m3_tiling import E4M3_SHAPES
-from rose_dist.kernels.exchange_layout import FUSED_FORMATS, NVLINK_CHUNKS, ExchangeLayout
+from rose_dist.kernels.exchange_layout import ExchangeLayout
+from rose_dist.kernels.exchange_sizes import FUSED_FORMATS, NVLINK_CHUNKS
 from rose_dist.kernels.exchange_tiling import PARTS
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.jit import Kernel
@@ -259,6 +260,11 @@ def _across_nodes(arch: Arch) -> Iterator[Kernel]:
                 scale_bytes=4 * scales, result_bytes=hidden * 2, most_result_packet_bytes=1 << 62,
             )
         )  # fmt: skip
-        yield LandRecords(arch, layout)
-        yield LandResults(arch, layout)
-        yield LandResultRows(arch, layout)
+        summed = NetworkLayout(replace(layout.exchange, node_ranks=8), members=8)
+        for one in (layout, summed):
+            yield LandRecords(arch, one)
+            yield LandResults(arch, one)
+            yield LandResultRows(arch, one)
+        for most in PARTS.variants:
+            yield ExchangeCombine(arch, summed.exchange, torch.bfloat16, torch.bfloat16, False, most, False, True)
+        yield CombineRows(arch, summed.exchange, torch.bfloat16, torch.bfloat16, False, False, False)
