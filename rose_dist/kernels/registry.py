@@ -23,6 +23,7 @@ from rose_dist.kernels.cute.exchange_rows import CombineRows, DispatchRows
 from rose_dist.kernels.cute.expert_map import MapExperts
 from rose_dist.kernels.cute.host_copy import CopyWords
 from rose_dist.kernels.cute.linear_add import LinearAdd
+from rose_dist.kernels.cute.linear_reduce import LinearReduce
 from rose_dist.kernels.cute.linear_rotary import LinearRotary
 from rose_dist.kernels.cute.moe_combine import VECTOR_BYTES, Combine
 from rose_dist.kernels.cute.moe_dispatch_decode import DispatchDecode
@@ -208,12 +209,12 @@ def _all_reduces(arch: Arch) -> Iterator[Kernel]:
     bf16 = torch.bfloat16
     for hidden, k, ranks in ((2880, 4, 2), (2880, 4, 8), (7168, 8, 2), (7168, 8, 8)):
         source = Combine(arch, k, hidden, bf16, bf16, None, False, VECTOR_BYTES)
-        yield OneShot(arch, ranks, hidden, bf16, norm=True)
         for parts in (1, 4, 8):
             yield OneShot(arch, ranks, hidden, bf16, parts=parts)
             for accumulate in (False, True):
-                yield OneShot(arch, ranks, hidden, bf16, source, False, accumulate, parts)
+                yield OneShot(arch, ranks, hidden, bf16, source, accumulate, parts)
     for ranks in (2, 4, 8):
+        yield LinearReduce.of(arch, ranks, LINEAR_INPUTS[1] // ranks)
         for dtype in (bf16, torch.float32):
             yield TwoShot.of(arch, ranks, dtype)
         yield Multicast(arch, ranks)

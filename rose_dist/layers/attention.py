@@ -109,8 +109,8 @@ class Attention(nn.Module):
     def add_few(
         self, x: Tensor | Unsummed, residual: Tensor, cos: Tensor, sin: Tensor, layer: int, batch: GroupBatch
     ) -> Tensor:
-        """`residual` plus what `forward` gives, of up to `MAX_ROWS` tokens, in two launches besides attention's, or
-        three with several ranks; `residual` itself may hold it. Of one token x may be `Unsummed`, with its residual.
+        """`residual` plus what `forward` gives, of up to `MAX_ROWS` tokens, in two launches besides attention's;
+        `residual` itself may hold it. Of one token x may be `Unsummed`, with its residual.
         """
         cache = batch.storage.layer(layer, batch.slots)
         if isinstance(x, Unsummed):
@@ -120,7 +120,7 @@ class Attention(nn.Module):
         attended = self._attend(q, cache, batch)
         if self.tp.size == 1:
             return linear_add(attended, self.o_proj.weight, self.o_proj.bias, residual)
-        self.tp.add(linear_add(attended, self.o_proj.weight, self.o_proj.bias, None), residual)
+        self.tp.add_linear(attended, self.o_proj.weight, self.o_proj.bias, residual)
         return residual
 
     def _projection(
