@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 LINEAR_OUTPUTS = 16
 """A block's outputs."""
+REDUCED_PER_SM = 2
+"""Blocks of a layer with an all-reduce that at least fit on an SM: all are there at once, and wait for other GPUs'."""
 LINEAR_COLUMNS = 32
 """Inputs that a warp multiplies at a time; 16 bytes a lane of each of its two weight rows."""
 

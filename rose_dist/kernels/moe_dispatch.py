@@ -98,7 +98,7 @@ class Dispatcher:
         group_rows = self._layout.rows_per_expert or out.x.shape[0]
         if self._is_prefill(tokens):
             pairs = tokens * self.top_k
-            blocks = min(self.info.sms, max(1, pairs // self._pairs_per_block))
+            blocks = min(self.info.sms, -(-pairs // self._pairs_per_block))
             launch.run(
                 self._assign, out.slots, ids, live_rows, out.slots, out.counts, out.offsets, self._histograms,
                 self._barrier, self.report.address, self.limit_ns, self.first_expert, tokens, blocks, self.rank,

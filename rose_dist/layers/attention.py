@@ -103,13 +103,13 @@ class Attention(nn.Module):
         return fits(self.o_proj.weight) and takes(self.qkv_proj.weight, self.heads.head_dim, cache_dtype)
 
     def add_few(self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, layer: int, batch: GroupBatch) -> Tensor:
-        """`residual` plus what `forward` gives, of up to `MAX_ROWS` tokens, in two launches besides attention's, or
-        three with several ranks; `residual` itself may hold it.
+        """`residual` plus what `forward` gives, of up to `MAX_ROWS` tokens, in two launches besides attention's;
+        `residual` itself may hold it.
         """
         attended = self._attend(x, cos, sin, layer, batch)
         if self.tp.size == 1:
             return linear_add(attended, self.o_proj.weight, self.o_proj.bias, residual)
-        self.tp.add(linear_add(attended, self.o_proj.weight, self.o_proj.bias, None), residual)
+        self.tp.add_linear(attended, self.o_proj.weight, self.o_proj.bias, residual)
         return residual
 
     def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, batch: GroupBatch) -> Tensor:

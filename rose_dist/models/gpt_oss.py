@@ -233,8 +233,7 @@ def _exchange(config: GptOssConfig, options: BuildOptions, tp: TensorGroup) -> A
     sizes = replace(sizes, partial_sums=sums_pay(sizes.top_k, groups))
     memory = None
     if groups.layout.moe_mode == "data_parallel":
-        tp_size, network = groups.layout.tp, not groups.topology.one_domain
-        size = region_bytes(sizes, groups.ep.size, tp=tp_size, network=network)
+        size = region_bytes(sizes, groups.topology, tp=groups.layout.tp)
         memory = SymmetricMemory(groups.ep, options.device, size, groups.topology.far)
     return create_all_to_all(sizes, groups, gpu, tp.reduce if isinstance(tp, GpuGroup) else None, memory)
 

@@ -38,6 +38,11 @@ class AllToAllConfig:
     partial_sums: bool = False
     """Where rows travel, each rank adds up its own experts' results of a token and sends one row back, rounded to
     `expert_dtype`; `combine` says in which order. Fewer bytes, and one rounding more a rank."""
+    rail_forwarding: bool = False
+    """Between nodes, a row goes once to each node that it is for, to the rank on the sender's rail, which passes it on
+    to the ranks there. Results come back from each of them; with `partial_sums`, which between nodes need this, each
+    node, not each rank, adds up its experts' results of a token and sends one row back, on the same way. All nodes must
+    have equally many ranks."""
 
     def in_format(self, quantized: BlockFormat) -> AllToAllConfig:
         """The same with rows that dispatch quantises. Results keep their dtype."""
