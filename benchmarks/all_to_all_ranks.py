@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import os
 import signal
-import statistics
 import sys
 import time
 import traceback
@@ -19,47 +19,43 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.all_to_all_late import killed, late
+from benchmarks.gpu_ranks import Control, link_rate, memory_of
 from benchmarks.graphs import copy_rate, time_call
 from rose_dist.comm import all_reduce as comm_all_reduce
-from rose_dist.comm.symmetric_memory import Region, SymmetricMemory
 from rose_dist.kernels import all_reduce as kernels_all_reduce
-from rose_dist.kernels import all_reduce_kernels, jit
+from rose_dist.kernels import jit
 from rose_dist.kernels.all_reduce import AllReduce, Sizes
 from rose_dist.kernels.all_reduce_kernels import combine_kernels, usual_kernels
 from rose_dist.kernels.arch import Arch, device_info
+from rose_dist.kernels.linear_add import MAX_ROWS, linear_add
 from rose_dist.kernels.moe_combine import combine
-from rose_dist.kernels.rms_norm import add_rms_norm
+from rose_dist.kernels.rms_norm import add_rms_norm, rms_norm
 
 BF16 = torch.bfloat16
 EPS = 1e-5
 SHAPES = ((2880, 4), (7168, 8))
 ROWS = {2880: (1, 2, 4, 8, 11, 16, 32, 64, 128, 256, 512, 1024, 4096), 7168: (1, 8, 32, 64, 256, 1024)}
 """By hidden size; also as many as fill `MOST_BYTES`."""
-FUSED_ROWS = (1, 8, 32, 64)
+FUSED_ROWS = (1, 8, 32, 64, 128)
+GAINS = (
+    ("norm gains x", "all-reduce + residual, norm", "all-reduce, add, torch norm"),
+    ("linear gains x", "linear + all-reduce + residual", "linear, all-reduce + residual"),
+    ("combine gains x", "combine + all-reduce", "combine, all-reduce, round"),
+    (
+        "combine and norm gain x", "combine + all-reduce + residual, norm",
+        "combine, all-reduce in bf16, residual + norm",
+    ),
+)  # fmt: skip
+"""What is compared: together, and apart."""
+LINEAR = (2880, 4096)
+"""Outputs and inputs of GPT-OSS's output projection."""
 MOST_BYTES = 64 << 20
 ONE_SHOT_MOST = 4 << 20
 """Of the comparison of one shot with two."""
 SECTIONS = ("checks", "sizes", "fused", "late", "killed")
-HEAP = 6 << 30
 ALIGN_CYCLES = 150_000
 CHECK_SPIN = 20_000
 """Most cycles by which ranks are put out of step before a replay."""
-
-
-class Control:
-    """What `SymmetricMemory` needs of a group, over torch.distributed on the CPU."""
-
-    def __init__(self) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.cpu = dist.new_group(backend="gloo")
-
-    def all_gather_objects(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.cpu)
-        return values
-
-    def meet(self) -> None:
-        dist.barrier(group=self.cpu)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -124,36 +120,6 @@ def _rank(rank: int, arguments: argparse.Namespace, answers: Any) -> None:
     os._exit(0)  # peers' teardown must not wait for one another
 
 
-class TorchMemory:
-    """torch's symmetric memory in place of NVSHMEM's, where that can't start."""
-
-    def __init__(self, control: Control, device: torch.device) -> None:
-        self.group, self.device = control, device
-
-    def take(self, size: int) -> Region:
-        import torch.distributed._symmetric_memory as symmetric  # noqa: PLC0415
-
-        local = symmetric.empty(size, dtype=torch.uint8, device=self.device)
-        handle = symmetric.rendezvous(local, dist.group.WORLD.group_name)  # type: ignore[union-attr]
-        local.zero_()
-        torch.cuda.synchronize()
-        self.group.meet()
-        return Region(local, tuple(handle.buffer_ptrs))
-
-
-def memory_of(control: Control, device: torch.device, size: int = HEAP) -> tuple[Any, str]:
-    """NVSHMEM's heap if every rank gets it, and what it is."""
-    try:
-        memory, problem = SymmetricMemory(control, device, size), ""
-    except Exception as error:
-        memory, problem = None, f"{type(error).__name__}: {error}"
-    problems = control.all_gather_objects(problem)
-    if not any(problems):
-        return memory, "NVSHMEM"
-    print(f"no NVSHMEM heap: {problems}", flush=True)
-    return TorchMemory(control, device), "torch symmetric memory"
-
-
 class Bench:
     """One rank's part."""
 
@@ -165,7 +131,6 @@ class Bench:
             self.ours[hidden, "ours"] = reduce = self.all_reduce(hidden)
             self.ours[hidden, "one shot"] = _Fixed(self.all_reduce(hidden, ONE_SHOT_MOST), ONE_SHOT_MOST)
             self.ours[hidden, "two shots"] = _Fixed(reduce, 0)
-            self.ours[hidden, "two shots, one block for all"] = _Fixed(reduce, 0, teams=False)
         self.wide = {
             hidden: comm_all_reduce.create(self.memory, hidden=hidden, dtype=torch.float32, max_rows=max(FUSED_ROWS))
             for hidden, _ in SHAPES
@@ -232,7 +197,7 @@ class Bench:
                 size = x.numel() * 2
                 line: dict[str, Any] = {"rows": rows, "hidden": hidden, "KB": size / 1024}
                 kinds = ["ours", *(["one shot"] if size <= ONE_SHOT_MOST else [])]
-                kinds += ["two shots", "two shots, one block for all"] if size >= 1 << 19 else []
+                kinds += ["two shots"] if size >= 1 << 19 else []
                 for kind in kinds:
                     line[f"{kind} us"] = self.time(functools.partial(self.ours[hidden, kind], x, out))
                 for name, call in self.peers(x):
@@ -248,11 +213,11 @@ class Bench:
         return {"all_reduce": table, "copy TB/s": self.rate / 1e6, "NVLink GB/s each way": self.link / 1e3}
 
     def fused(self, budget_s: float) -> dict[str, Any]:
-        """One launch against the launches that it replaces, all of them ours."""
+        """What ends the halves of a layer against the launches that it replaces."""
         del budget_s
         table = []
         for hidden, k in SHAPES:
-            reduce, weight = self.ours[hidden, "ours"], torch.randn(hidden, device=self.device).to(BF16)
+            weight = torch.randn(hidden, device=self.device).to(BF16)
             for rows in FUSED_ROWS:
                 x, residual, out = (torch.randn(rows, hidden, device=self.device).to(BF16) for _ in range(3))
                 expert_rows = torch.randn(rows * k, hidden, device=self.device).to(BF16)
@@ -260,99 +225,92 @@ class Bench:
                 slots = torch.where(torch.rand(slots.shape, device=self.device) < 0.5, slots, -1)
                 weights, sums = torch.rand(rows, k, device=self.device), torch.empty(rows, hidden, device=self.device)
 
-                def norm_apart(x: Any = x, residual: Any = residual, weight: Any = weight, reduce: Any = reduce) -> Any:
-                    total = residual + reduce(x)
-                    return torch.nn.functional.rms_norm(total, weight.shape, weight, EPS), total
-
-                def norm_two(x: Any = x, residual: Any = residual, weight: Any = weight, reduce: Any = reduce) -> Any:
-                    return add_rms_norm(reduce(x), residual, weight, EPS)
-
-                def combine_apart(
-                    args: Any = (expert_rows, slots, weights, out), reduce: Any = reduce, rows: int = rows
-                ) -> None:
-                    combine(*args, tokens=rows)
-                    reduce(args[3], args[3])
-
-                def combine_wide(
-                    args: Any = (expert_rows, slots, weights), out: Any = out, wide: Any = self.wide[hidden],
-                    rows: int = rows, sums: Any = sums,
-                ) -> None:  # fmt: skip
-                    combine(*args, sums, tokens=rows)
-                    out.copy_(wide(sums, sums))
-
-                def combine_norm_apart(
-                    args: Any = (expert_rows, slots, weights, out), residual: Any = residual, weight: Any = weight,
-                    reduce: Any = reduce, rows: int = rows,
-                ) -> Any:  # fmt: skip
-                    combine(*args, tokens=rows)
-                    return add_rms_norm(reduce(args[3], args[3]), residual, weight, EPS)
-
-                fused_norm = functools.partial(reduce.add_rms_norm, x, residual, weight, EPS)
-                fused_combine = functools.partial(reduce.combine, expert_rows, slots, weights, out, tokens=rows)
-                fused_end = None
-                if rows <= reduce.sizes.combine_rows:
-                    fused_end = functools.partial(
-                        reduce.combine_norm, expert_rows, slots, weights, residual, weight, EPS
-                    )
-                line: dict[str, Any] = {
-                    "rows": rows, "hidden": hidden, "all-reduce + residual us": self.time(
-                        functools.partial(reduce.add, x, residual)
-                    ),
-                    "all-reduce + residual + norm us": self.time(fused_norm),
-                    "all-reduce, our norm us": self.time(norm_two),
-                    "all-reduce, add, torch norm us": self.time(norm_apart),
-                    "combine + all-reduce us": self.time(fused_combine),
-                    "combine, all-reduce us": self.time(combine_apart),
-                    "combine, all-reduce in fp32, round us": self.time(combine_wide),
-                    "combine + all-reduce + residual + norm us": self.time(fused_end),
-                    "combine, all-reduce, our norm us": self.time(combine_norm_apart),
-                }  # fmt: skip
-                for gain, apart, together in (
-                    ("norm gains x", "all-reduce, add, torch norm us", "all-reduce + residual + norm us"),
-                    ("combine gains x", "combine, all-reduce us", "combine + all-reduce us"),
-                    (
-                        "combine and norm gain x", "combine, all-reduce, our norm us",
-                        "combine + all-reduce + residual + norm us",
-                    ),
-                ):  # fmt: skip
-                    line[gain] = line[apart] / line[together] if line[apart] and line[together] else None
+                calls = self.layer_ends(hidden, x, residual, weight)
+                if hidden == LINEAR[0] and rows <= MAX_ROWS:
+                    calls |= self.linears(residual)
+                calls |= self.combines(hidden, (expert_rows, slots, weights, out), sums, residual, weight)
+                line: dict[str, Any] = {"rows": rows, "hidden": hidden}
+                line |= {f"{name} us": self.time(call) for name, call in calls.items()}
+                for gain, together, apart in GAINS:
+                    if together in calls:
+                        line[gain] = line[f"{apart} us"] / line[f"{together} us"]
                 table.append(line)
                 if self.rank == 0:
                     print(line, flush=True)
         return {"fused": table}
 
+    def layer_ends(self, hidden: int, x: Tensor, residual: Tensor, weight: Tensor) -> dict[str, Callable[[], Any]]:
+        """Sums over the ranks, added to the residual and normalised."""
+        reduce = self.ours[hidden, "ours"]
 
-def link_rate(control: Control, device: torch.device, align: Callable[[], None], size: int = 256 << 20) -> float:
-    """Bytes a microsecond of a copy to the next GPU while every GPU does so."""
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
-    following = torch.device("cuda", (control.rank + 1) % control.size)
-    target = torch.zeros(size, dtype=torch.uint8, device=following)
-    torch.cuda.synchronize()
-    samples = []
-    for _ in range(12):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        align()
-        begin.record()
-        target.copy_(source, non_blocking=True)
-        end.record()
-        end.synchronize()
-        samples.append(begin.elapsed_time(end) * 1e3)
-    return float(min(control.all_gather_objects(size / statistics.median(samples[2:]))))
+        def ours() -> Tensor:
+            reduce.add(x, residual)
+            return rms_norm(residual, weight, EPS)
+
+        def apart() -> Tensor:
+            total = residual + reduce(x)
+            return torch.nn.functional.rms_norm(total, weight.shape, weight, EPS)
+
+        return {
+            "all-reduce + residual": functools.partial(reduce.add, x, residual), "all-reduce + residual, norm": ours,
+            "all-reduce, residual + norm": lambda: add_rms_norm(reduce(x), residual, weight, EPS),
+            "all-reduce, add, torch norm": apart,
+        }  # fmt: skip
+
+    def linears(self, residual: Tensor) -> dict[str, Callable[[], Any]]:
+        """An output projection whose inputs are spread over the ranks, added to the residual."""
+        hidden, inputs = LINEAR[0], LINEAR[1] // self.ranks
+        reduce, x = self.ours[hidden, "ours"], torch.randn(len(residual), inputs, device=self.device).to(BF16)
+        # So many that they come from memory, as in a model.
+        weights = itertools.cycle(torch.randn(12, hidden, inputs, device=self.device).to(BF16))
+
+        def apart() -> None:
+            reduce.add(linear_add(x, next(weights), None, None), residual)
+
+        return {
+            "linear + all-reduce + residual": lambda: reduce.add_linear(x, next(weights), None, residual),
+            "linear, all-reduce + residual": apart,
+        }  # fmt: skip
+
+    def combines(
+        self, hidden: int, combined: tuple[Tensor, Tensor, Tensor, Tensor], sums: Tensor, residual: Tensor,
+        weight: Tensor,
+    ) -> dict[str, Callable[[], Any]]:  # fmt: skip
+        """Sums over experts, then over the ranks, in fp32 or rounded between the two."""
+        reduce, wide, rows = self.ours[hidden, "ours"], self.wide[hidden], len(sums)
+        *source, out = combined
+
+        def apart() -> None:
+            combine(*source, sums, tokens=rows)
+            out.copy_(wide(sums, sums))
+
+        def rounded() -> Tensor:
+            combine(*source, out, tokens=rows)
+            return reduce(out, out)
+
+        def layer_end() -> Tensor:
+            reduce.combine(*source, residual, tokens=rows, accumulate=True)
+            return rms_norm(residual, weight, EPS)
+
+        return {
+            "combine + all-reduce": functools.partial(reduce.combine, *source, out, tokens=rows),
+            "combine, all-reduce, round": apart, "combine, all-reduce in bf16": rounded,
+            "combine + all-reduce + residual, norm": layer_end,
+            "combine, all-reduce in bf16, residual + norm": lambda: add_rms_norm(rounded(), residual, weight, EPS),
+        }  # fmt: skip
 
 
 class _Fixed:
-    """An `AllReduce` that makes one shot of up to `most` bytes, and two with blocks of its own for each work or not."""
+    """An `AllReduce` that makes one shot of up to `most` bytes."""
 
-    def __init__(self, reduce: AllReduce, most: int, *, teams: bool = True) -> None:
-        self.reduce, self._most, self._teams = reduce, most, teams
+    def __init__(self, reduce: AllReduce, most: int) -> None:
+        self.reduce, self._most = reduce, most
         self.check, self.sizes = reduce.check, reduce.sizes
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         usual = kernels_all_reduce.ONE_SHOT_BYTES
         kernels_all_reduce.ONE_SHOT_BYTES = usual | {self.sizes.ranks: self._most}
-        all_reduce_kernels.TEAMS = self._teams
         try:
             return self.reduce(x, out)
         finally:
             kernels_all_reduce.ONE_SHOT_BYTES = usual
-            all_reduce_kernels.TEAMS = True

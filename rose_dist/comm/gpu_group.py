@@ -12,6 +12,7 @@ from rose_dist.comm import all_reduce
 from rose_dist.comm.group import Group
 from rose_dist.comm.symmetric_memory import SymmetricMemory
 from rose_dist.kernels.all_reduce import AllReduce
+from rose_dist.kernels.linear_add import linear_add
 
 _BYTES = (0, 8, 16)
 """Shifts of the bytes of a number that is broadcast: bf16 holds each exactly."""
@@ -39,8 +40,11 @@ class GpuGroup:
     def all_reduce(self, tensor: Tensor) -> None:
         self.reduce(tensor, tensor)
 
-    def add(self, part: Tensor, residual: Tensor) -> None:
-        self.reduce.add(part, residual)
+    def add_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
+        if self.reduce.takes_linear(weight):
+            self.reduce.add_linear(x, weight, bias, residual)
+        else:
+            self.reduce.add(linear_add(x, weight, bias, None), residual)
 
     def gather_columns(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
         start, dtype, hidden = sum(widths[: self.rank]), self.reduce.sizes.dtype, self.reduce.sizes.hidden

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from rose_dist.comm.layout import even_split
+from rose_dist.kernels.linear_add import linear_add
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -65,8 +66,11 @@ class Group:
                 else:
                     self._sum_scattered(block)
 
-    def add(self, part: torch.Tensor, residual: torch.Tensor) -> None:
-        """Add the sum of `part` over the ranks to `residual`, in place; `part` is left any."""
+    def add_linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+    ) -> None:
+        """Add the sum of x Wᵀ + b over the ranks to `residual`, in place."""
+        part = linear_add(x, weight, bias, None)
         self.all_reduce(part)
         residual += part
 

@@ -17,8 +17,8 @@ class TensorGroup(Protocol):
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over the ranks, in place; the bits are the same on every rank."""
 
-    def add(self, part: Tensor, residual: Tensor) -> None:
-        """Add the sum of `part` over the ranks to `residual`, in place; `part` is left any."""
+    def add_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
+        """Add the sum of x Wᵀ + b over the ranks to `residual`, in place; sizes as for `kernels.linear_add`."""
 
     def gather_columns(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
         """[rows, widths[rank]] of every rank side by side, [rows, Σ widths], on the first rank; None elsewhere."""

@@ -9,20 +9,27 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rose_dist.kernels import checks, combine_norm, jit, launch, moe_combine, peer_regions
-from rose_dist.kernels.all_reduce_kernels import combine_kernels, combined, one_shot, two_shot, usual_kernels
+from rose_dist.kernels import checks, jit, launch, linear_add, moe_combine, peer_regions
+from rose_dist.kernels.all_reduce_kernels import (
+    combine_kernels,
+    combined,
+    linear_reduce,
+    one_shot,
+    two_shot,
+    usual_kernels,
+)
+from rose_dist.kernels.linear_shapes import LINEAR_OUTPUTS, REDUCED_PER_SM
 from rose_dist.kernels.moe_dispatch import LIMIT_NS
 from rose_dist.kernels.peer_regions import MAX_BLOCKS, MAX_RANKS, MAX_ROUNDS, PACKET_BYTES, PACKET_WORDS, STAGES
+from rose_dist.kernels.variants import WARP
 
 if TYPE_CHECKING:
     from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
 
 ONE_SHOT_BYTES = {2: 3 << 20, 3: 1 << 19, 4: 1 << 18}
 """Largest tensor that one shot serves, by ranks; more ranks: 128 KB. Two shots send less, but wait twice. On two H200s
-they are even at 3 MB (15.2 against 16.8 us at 2.8 MB, 18.4 against 17.8 us at 3.5 MB); for more it is a guess.
+they are even at 3 MB (15.1 against 16.7 us at 2.8 MB, 19.5 against 19.1 us at 3.5 MB); for more ranks it is a guess.
 """
-COMBINE_BYTES = 1 << 20
-"""Largest fp32 tensor for which combine and all-reduce are one launch."""
 MAX_STAGED = 12_000
 """Longest row that combine and all-reduce in one launch serve: it is held in shared memory, in fp32, of which 48 KB are
 static."""
@@ -31,7 +38,7 @@ MOST_PARTS = 8
 PART_PACKETS = 96
 """That a part at least has: three warps. Smaller ones gain nothing."""
 ROUND_BYTES = 1 << 15
-"""That a team of two shots at least sends in a round."""
+"""That a block of two shots at least sends in a round."""
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -61,9 +68,11 @@ class Sizes:
 
     @property
     def combine_rows(self) -> int:
-        """Tokens up to which combine and all-reduce are one launch; what travels is fp32."""
-        most = min(ONE_SHOT_BYTES.get(self.ranks, 1 << 17), COMBINE_BYTES) if self.hidden <= MAX_STAGED else 0
-        return min(self.max_rows, most // (self.hidden * 4))
+        """Tokens up to which combine and all-reduce are one launch: what travels is fp32, and each part of a row has a
+        block, which holds it.
+        """
+        most = ONE_SHOT_BYTES.get(self.ranks, 1 << 17) if self.hidden <= MAX_STAGED else 0
+        return min(self.max_rows, self.sms, most // (self.hidden * 4))
 
     def parts(self, rows: int, dtype: torch.dtype) -> int:
         """That one shot cuts each row of `dtype` into: as many as there are SMs for, and whole 16-byte vectors of the
@@ -141,7 +150,7 @@ class AllReduce:
             self._two_shot(x, out, rows, live_rows)
         elif rows:
             kernel = one_shot(self._arch, self.sizes, self.sizes.parts(rows, x.dtype))
-            self._one_shot(kernel, out, (x, live_rows, out, 0, 0, 0, 0.0), (0,) * 6, rows)
+            self._one_shot(kernel, out, x, live_rows, (0,) * 6, rows)
         return out
 
     def add(self, x: Tensor, residual: Tensor) -> None:
@@ -153,24 +162,32 @@ class AllReduce:
             residual += self(x, x)
         elif rows:
             kernel = one_shot(self._arch, self.sizes, self.sizes.parts(rows, x.dtype), accumulate=True)
-            self._one_shot(kernel, residual, (x, None, residual, 0, 0, 0, 0.0), (0,) * 6, rows)
+            self._one_shot(kernel, residual, x, None, (0,) * 6, rows)
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, live_rows: Tensor | None = None
-    ) -> tuple[Tensor, Tensor] | None:
-        """`add_rms_norm(all_reduce(x), residual, weight)` in one launch, and the new residual; None for more rows than
-        that serves: make two calls then.
+    def takes_linear(self, weight: Tensor) -> bool:
+        """Whether `add_linear` serves such a weight [out, in]: its blocks must all be on the GPU at once."""
+        blocks = weight.shape[0] // LINEAR_OUTPUTS
+        return (
+            linear_add.fits(weight)
+            and self.sizes.dtype is torch.bfloat16
+            and blocks <= REDUCED_PER_SM * self.sizes.sms
+            and blocks * WARP * PACKET_BYTES <= self.sizes.source_bytes
+        )
+
+    def add_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
+        """Add the sum of all ranks' x Wᵀ + b to `residual`, in place, in one launch where `takes_linear`.
+
+        x, weight, bias: as for `linear_add`, of this rank's inputs; not all ranks need have a bias. Each rank's product
+        is rounded before it is added up, as by `linear_add` and `add`.
         """
-        out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-        rows = self._check(x, residual)
-        if rows > self.sizes.one_shot_rows:
-            return None
-        checks.dtype("weight", weight, x.dtype)
-        checks.shape("weight", weight, self.sizes.hidden)
+        linear_add.check(x, weight, bias)
+        rows = self._check(residual, residual)
+        checks.shape("residual", residual, x.shape[0], weight.shape[0])
         if rows:
-            kernel = one_shot(self._arch, self.sizes, norm=True)
-            self._one_shot(kernel, out, (x, live_rows, out, residual, total, weight, eps), (0,) * 6, rows)
-        return out, total
+            launch.run(
+                _load(linear_reduce(self._arch, self.sizes, weight.shape[1])), residual, x, x.stride(0), weight, bias,
+                residual, *self._inboxes, self.sizes.source_bytes, *self._tail, rows, weight.shape[0],
+            )  # fmt: skip
 
     def combine(
         self, expert_rows: Tensor, slots: Tensor, weights: Tensor, out: Tensor, *, tokens: int,
@@ -199,26 +216,7 @@ class AllReduce:
                 bias=None if bias is None else bias.dtype,
             )  # fmt: skip
             source = (expert_rows.stride(0), slots, weights, ids, bias, first_expert)
-            self._one_shot(kernel, out, (expert_rows, live_rows, out, 0, 0, 0, 0.0), source, tokens)
-
-    def combine_norm(
-        self, expert_rows: Tensor, slots: Tensor, weights: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
-    ) -> Tensor:
-        """`combine_norm.combine_norm` of the sum over all ranks' experts, in one launch, for up to `combine_rows`
-        tokens.
-        """
-        combine_norm.check(expert_rows, slots, weights, residual, norm_weight)
-        rows = self._check(residual, norm_weight)
-        if rows > self.sizes.combine_rows:
-            raise checks.fail("residual", f"has {rows} rows; one launch serves {self.sizes.combine_rows}")
-        out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
-        if rows:
-            dtype = expert_rows.dtype
-            kernel = combined(self._arch, self.sizes, dtype, slots.shape[1], dtype, norm=True)
-            source = (expert_rows.stride(0), slots, weights, None, None, 0)
-            tensors = (expert_rows, None, out, residual, residual, norm_weight, eps)
-            self._one_shot(kernel, out, tensors, source, rows)
-        return out
+            self._one_shot(kernel, out, expert_rows, live_rows, source, tokens)
 
     def prepare_combine(self, dtype: torch.dtype, top_k: int, out_dtype: torch.dtype, *, bias: bool = False) -> None:
         """Load kernels, so that a later `combine` may be captured; `bias`: also those for one of `dtype`."""
@@ -236,22 +234,23 @@ class AllReduce:
         return rows
 
     def _one_shot(
-        self, kernel: OneShot, on: Tensor, tensors: tuple[object, ...], source: tuple[object, ...], rows: int
+        self, kernel: OneShot, out: Tensor, x: Tensor, live_rows: Tensor | None, source: tuple[object, ...], rows: int
     ) -> None:
         blocks = min(rows * kernel.parts, self.sizes.sms)
         launch.run(
-            _load(kernel), on, *tensors, *source, *self._inboxes, self.sizes.source_bytes, *self._tail, rows, blocks
-        )
+            _load(kernel), out, x, live_rows, out, *source, *self._inboxes, self.sizes.source_bytes, *self._tail, rows,
+            blocks,
+        )  # fmt: skip
 
     def _two_shot(self, x: Tensor, out: Tensor, rows: int, live_rows: Tensor | None) -> None:
         kernel = two_shot(self._arch, self.sizes, x.dtype)
         row_vectors = self.sizes.hidden * x.element_size() // 16
         share = -(-rows * row_vectors // self.sizes.ranks)
-        teams = max(1, min(self.sizes.sms, MAX_BLOCKS, -(-share // kernel.threads)))
-        rounds = max(1, min(MAX_ROUNDS if kernel.roles > 1 else 4, share * 16 // teams // ROUND_BYTES))
+        blocks = max(1, min(self.sizes.sms, MAX_BLOCKS, -(-share // kernel.threads)))
+        rounds = max(1, min(MAX_ROUNDS, share * 16 // blocks // ROUND_BYTES))
         launch.run(
             _load(kernel), out, x, live_rows, out, row_vectors, *self._regions, self.sizes.slice_bytes, *self._tail,
-            rows, rounds, teams,
+            rows, rounds, blocks,
         )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,43 +14,46 @@ if TYPE_CHECKING:
     from rose_dist.kernels.all_reduce import Sizes
     from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
     from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
-
-TEAMS = True
-"""Two shots with a block for each part of the work; else one for all of it, which the benchmark compares."""
+    from rose_dist.kernels.cute.linear_reduce import LinearReduce
 
 
-def one_shot(arch: Arch, sizes: Sizes, parts: int = 1, *, norm: bool = False, accumulate: bool = False) -> OneShot:
+def one_shot(arch: Arch, sizes: Sizes, parts: int = 1, *, accumulate: bool = False) -> OneShot:
     """For few rows."""
     from rose_dist.kernels.cute.all_reduce_one_shot import OneShot  # noqa: PLC0415 - it loads the compiler
 
-    return OneShot(arch, sizes.ranks, sizes.hidden, sizes.dtype, None, norm, accumulate, parts)
+    return OneShot(arch, sizes.ranks, sizes.hidden, sizes.dtype, None, accumulate, parts)
 
 
 def combined(
     arch: Arch, sizes: Sizes, dtype: torch.dtype, top_k: int, out_dtype: torch.dtype, parts: int = 1, *,
-    norm: bool = False, accumulate: bool = False, bias: torch.dtype | None = None,
+    accumulate: bool = False, bias: torch.dtype | None = None,
 ) -> OneShot:  # fmt: skip
     """For few rows that a combine of rows of `dtype` makes."""
     from rose_dist.kernels.cute.all_reduce_one_shot import OneShot  # noqa: PLC0415 - it loads the compiler
     from rose_dist.kernels.cute.moe_combine import VECTOR_BYTES, Combine  # noqa: PLC0415
 
     source = Combine(arch, top_k, sizes.hidden, dtype, out_dtype, bias, False, VECTOR_BYTES)
-    return OneShot(arch, sizes.ranks, sizes.hidden, out_dtype, source, norm, accumulate, parts)
+    return OneShot(arch, sizes.ranks, sizes.hidden, out_dtype, source, accumulate, parts)
 
 
 def two_shot(arch: Arch, sizes: Sizes, dtype: torch.dtype) -> TwoShot:
     """For many rows, of `dtype`."""
     from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot  # noqa: PLC0415 - it loads the compiler
 
-    kernel = TwoShot.of(arch, sizes.ranks, dtype)
-    return kernel if TEAMS else replace(kernel, threads=512, roles=1)
+    return TwoShot.of(arch, sizes.ranks, dtype)
+
+
+def linear_reduce(arch: Arch, sizes: Sizes, inputs: int) -> LinearReduce:
+    """For few rows that a linear layer of so many inputs makes."""
+    from rose_dist.kernels.cute.linear_reduce import LinearReduce  # noqa: PLC0415 - it loads the compiler
+
+    return LinearReduce.of(arch, sizes.ranks, inputs)
 
 
 def usual_kernels(arch: Arch, sizes: Sizes) -> list[jit.Kernel]:
     """All that an `AllReduce` needs without a combine, each once."""
     plain, few = range(1, sizes.one_shot_rows + 1), range(1, min(MAX_ROWS, sizes.one_shot_rows) + 1)
-    kernels: list[jit.Kernel] = [one_shot(arch, sizes, norm=True)]
-    kernels += [one_shot(arch, sizes, sizes.parts(rows, sizes.dtype)) for rows in plain]
+    kernels: list[jit.Kernel] = [one_shot(arch, sizes, sizes.parts(rows, sizes.dtype)) for rows in plain]
     kernels += [one_shot(arch, sizes, sizes.parts(rows, sizes.dtype), accumulate=True) for rows in few]
     kernels += [two_shot(arch, sizes, dtype) for dtype in (sizes.dtype, torch.float32)]
     return list(dict.fromkeys(kernels))
@@ -62,12 +64,9 @@ def combine_kernels(
 ) -> list[jit.Kernel]:
     """All that its combines of rows of `dtype` need, also with a bias of that dtype if `bias`, each once."""
     parts = {sizes.parts(tokens, torch.float32) for tokens in range(1, sizes.combine_rows + 1)}
-    kernels: list[jit.Kernel] = [
+    return [
         combined(arch, sizes, dtype, top_k, out_dtype, part, accumulate=accumulate, bias=bias_dtype)
         for part in sorted(parts)
         for accumulate in (False, True)
         for bias_dtype in ((None, dtype) if bias else (None,))
     ]
-    if parts and dtype == out_dtype == sizes.dtype:
-        kernels.append(combined(arch, sizes, dtype, top_k, dtype, norm=True))
-    return kernels

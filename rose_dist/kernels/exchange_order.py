@@ -42,7 +42,7 @@ class SourceOrder:
         self, ids: Tensor, tokens: int, live_rows: Tensor | None, report: int, limit_ns: int, rank: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Number of each pair in the order of experts, then counts and starts by expert."""
-        blocks = min(self._sms, max(1, tokens * self._top_k // (self._threads * PAIRS_PER_THREAD)))
+        blocks = min(self._sms, max(1, -(-tokens * self._top_k // (self._threads * PAIRS_PER_THREAD))))
         launch.run(
             self._assign, self._slots, ids, live_rows, self._slots, self._counts, self._offsets, self._histograms,
             self._barrier, report, limit_ns, 0, tokens, blocks, rank,

@@ -70,7 +70,7 @@ class SlotAssigner:
 
     def __call__(self, ids: Tensor, tokens: int, live_rows: Tensor | None, out: PackedRows) -> None:
         """Write the slots of the first `tokens` of ids, counts and offsets."""
-        blocks = min(self.info.sms, max(1, tokens * self.top_k // self.pairs_per_block))
+        blocks = min(self.info.sms, -(-tokens * self.top_k // self.pairs_per_block))
         launch.run(
             self._launcher, out.slots, ids, live_rows, out.slots, out.counts, out.offsets, self._histograms,
             self._barrier, self.report.address, self.limit_ns, self.first_expert, tokens, blocks, self.rank,

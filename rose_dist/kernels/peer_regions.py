@@ -5,9 +5,9 @@ from __future__ import annotations
 MAX_RANKS = 8
 """GPUs of one NVLink domain that exchange."""
 MAX_BLOCKS = 256
-"""Blocks, or teams of them, of a grid that meet their counterparts on other GPUs one by one."""
-MAX_ROUNDS = 8
-"""In which a team of a two-shot exchange takes its part."""
+"""Of a grid, that meet their counterparts on other GPUs one by one."""
+MAX_ROUNDS = 4
+"""In which a block of a two-shot exchange takes its part."""
 PACKET_BYTES = 16
 PACKET_WORDS = 3
 """Data words of a packet; the fourth is its epoch."""

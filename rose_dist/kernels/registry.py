@@ -15,7 +15,6 @@ from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
 from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
 from rose_dist.kernels.cute.attention_sinks import ApplySinks
 from rose_dist.kernels.cute.combine_norm import CombineNorm
-from rose_dist.kernels.cute.combine_rotary import CombineRotary
 from rose_dist.kernels.cute.draw import DrawRows
 from rose_dist.kernels.cute.exchange_combine import ExchangeCombine
 from rose_dist.kernels.cute.exchange_dispatch import ExchangeDispatch
@@ -23,6 +22,7 @@ from rose_dist.kernels.cute.exchange_rows import CombineRows, DispatchRows
 from rose_dist.kernels.cute.expert_map import MapExperts
 from rose_dist.kernels.cute.host_copy import CopyWords
 from rose_dist.kernels.cute.linear_add import LinearAdd
+from rose_dist.kernels.cute.linear_reduce import LinearReduce
 from rose_dist.kernels.cute.linear_rotary import LinearRotary
 from rose_dist.kernels.cute.moe_combine import VECTOR_BYTES, Combine
 from rose_dist.kernels.cute.moe_dispatch_decode import DispatchDecode
@@ -41,7 +41,8 @@ from rose_dist.kernels.cute.row_groups import GroupRows, RowCells, ScatterGroups
 from rose_dist.kernels.cute.small_linear import COLUMNS, SmallLinear
 from rose_dist.kernels.draw import RowSplit
 from rose_dist.kernels.e4m3_tiling import E4M3_SHAPES
-from rose_dist.kernels.exchange_layout import FUSED_FORMATS, NVLINK_CHUNKS, ExchangeLayout
+from rose_dist.kernels.exchange_layout import ExchangeLayout
+from rose_dist.kernels.exchange_sizes import FUSED_FORMATS, NVLINK_CHUNKS
 from rose_dist.kernels.exchange_tiling import PARTS
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.jit import Kernel
@@ -199,7 +200,6 @@ def _few_rows(arch: Arch) -> Iterator[Kernel]:
     """GPT-OSS's, whose layers have them instead of the single steps."""
     hidden = HIDDEN[0]
     yield LinearRotary(arch, ResidentWeights(hidden, resident(hidden)), head_dim=64)
-    yield CombineRotary.of(arch, hidden, head_dim=64, top_k=4)
     attended = LINEAR_INPUTS[1]
     yield LinearAdd(arch, ResidentWeights(attended, resident(attended)))
     for experts, k, score, _ in ROUTES[:2]:
@@ -212,12 +212,12 @@ def _all_reduces(arch: Arch) -> Iterator[Kernel]:
     bf16 = torch.bfloat16
     for hidden, k, ranks in ((2880, 4, 2), (2880, 4, 8), (7168, 8, 2), (7168, 8, 8)):
         source = Combine(arch, k, hidden, bf16, bf16, None, False, VECTOR_BYTES)
-        yield OneShot(arch, ranks, hidden, bf16, norm=True)
         for parts in (1, 4, 8):
             yield OneShot(arch, ranks, hidden, bf16, parts=parts)
             for accumulate in (False, True):
-                yield OneShot(arch, ranks, hidden, bf16, source, False, accumulate, parts)
+                yield OneShot(arch, ranks, hidden, bf16, source, accumulate, parts)
     for ranks in (2, 4, 8):
+        yield LinearReduce.of(arch, ranks, LINEAR_INPUTS[1] // ranks)
         for dtype in (bf16, torch.float32):
             yield TwoShot.of(arch, ranks, dtype)
         yield Multicast(arch, ranks)
@@ -262,6 +262,11 @@ def _across_nodes(arch: Arch) -> Iterator[Kernel]:
                 scale_bytes=4 * scales, result_bytes=hidden * 2, most_result_packet_bytes=1 << 62,
             )
         )  # fmt: skip
-        yield LandRecords(arch, layout)
-        yield LandResults(arch, layout)
-        yield LandResultRows(arch, layout)
+        summed = NetworkLayout(replace(layout.exchange, node_ranks=8), members=8)
+        for one in (layout, summed):
+            yield LandRecords(arch, one)
+            yield LandResults(arch, one)
+            yield LandResultRows(arch, one)
+        for most in PARTS.variants:
+            yield ExchangeCombine(arch, summed.exchange, torch.bfloat16, torch.bfloat16, False, most, False, True)
+        yield CombineRows(arch, summed.exchange, torch.bfloat16, torch.bfloat16, False, False, False)

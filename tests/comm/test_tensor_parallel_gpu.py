@@ -15,12 +15,14 @@ from rose_dist.comm.layout import Layout
 from rose_dist.kernels import all_reduce
 from rose_dist.kernels.all_reduce import AllReduce, Sizes
 from rose_dist.kernels.errors import KernelArgumentError
-from tests.comm.emulated import SMS, Cluster
+from rose_dist.kernels.linear_add import linear_add
+from tests.comm.emulated import Cluster
 from tests.comm.oracle import Batch, Case, expected_out, run_experts
 from tests.comm.test_all_to_all import BF16, same_bits
 from tests.kernels.peers import sum_in_rank_order
 
 DEVICE = torch.device("cuda", 0)
+SMS = 6
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -28,7 +30,7 @@ DEVICE = torch.device("cuda", 0)
 def test_sums_of_any_size(ranks: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(all_reduce, "ONE_SHOT_BYTES", {2: 8 * 64 * 2, 3: 8 * 64 * 2})
     sizes = Sizes(ranks, 64, BF16, 40, SMS)
-    cluster = Cluster(ranks, sizes.region_bytes, monkeypatch)
+    cluster = Cluster(ranks, sizes.region_bytes, monkeypatch, sms=SMS)
     parts = [torch.randn(rows, 64).to(BF16) for _ in range(ranks)]
     addresses = tuple(cluster.peers.addresses[:ranks])
     results = []
@@ -40,6 +42,35 @@ def test_sums_of_any_size(ranks: int, rows: int, monkeypatch: pytest.MonkeyPatch
     cluster.peers.run(seed=rows)
     expected = sum_in_rank_order(parts).to(BF16)
     assert all(same_bits(result, expected) for result in results)
+
+
+@pytest.mark.parametrize(("ranks", "inputs", "rows"), [(2, 256, 1), (2, 2048, 8), (3, 64, 3), (8, 32, 5)])
+def test_linear_layers_add_up_in_their_launch(
+    ranks: int, inputs: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice, with another exchange between, and against a launch for each step, to the bit."""
+    hidden = 64
+    sizes = Sizes(ranks, hidden, BF16, 40, SMS)
+    cluster = Cluster(ranks, sizes.region_bytes, monkeypatch, sms=SMS)
+    addresses, bias = tuple(cluster.peers.addresses[:ranks]), torch.randn(hidden).to(BF16)
+    before, x = torch.randn(rows, hidden).to(BF16), torch.randn(ranks, rows, inputs).to(BF16)
+    weights, results = torch.randn(ranks, hidden, inputs).to(BF16) / 16, []
+    for rank in range(ranks):
+        with cluster.on(rank):
+            reduce = AllReduce(sizes, DEVICE, rank, addresses)
+            mine, weight = cluster.tensor(x[rank]), cluster.tensor(weights[rank])
+            assert reduce.takes_linear(weight)
+            shift = cluster.tensor(bias) if rank == 0 else None
+            together, apart = (cluster.tensor(before) for _ in range(2))
+            for _ in range(2):
+                reduce.add_linear(mine, weight, shift, together)
+                reduce.add(linear_add(mine, weight, shift, None), apart)
+            results.append((together, apart))
+    cluster.peers.run(seed=rows, gang_warps=1)
+    exact = before.double() + 2 * (torch.einsum("kri,koi->ro", x.double(), weights.double()) + bias.double())
+    for together, apart in results:
+        assert same_bits(together, apart)
+        assert (together.as_subclass(torch.Tensor).double() - exact).norm() < 1e-2 * exact.norm()
 
 
 CASES = {
@@ -63,7 +94,7 @@ def test_dispatch_and_combine(layout: Layout, name: str, monkeypatch: pytest.Mon
     case, ranks = CASES[name], layout.tp
     monkeypatch.setattr(all_reduce, "ONE_SHOT_BYTES", dict.fromkeys((2, 3), 10 * 64 * 4))
     sizes = Sizes(ranks, case.hidden, case.dtype, case.config.max_tokens, SMS)
-    cluster = Cluster(ranks, sizes.region_bytes, monkeypatch)
+    cluster = Cluster(ranks, sizes.region_bytes, monkeypatch, sms=SMS)
     batch = Batch.of(case, 0)
     waiting = []
     for rank in range(ranks):
@@ -93,7 +124,7 @@ def test_combine_adds_a_bias(tokens: int, monkeypatch: pytest.MonkeyPatch) -> No
     case, layout = Case(tokens=(tokens,), hidden=64, dtype=BF16), Layout(2, tp=2, dp=1, ep=1)
     monkeypatch.setattr(all_reduce, "ONE_SHOT_BYTES", {2: 10 * 64 * 4})
     sizes = Sizes(2, case.hidden, case.dtype, tokens, SMS)
-    cluster, batch = Cluster(2, sizes.region_bytes, monkeypatch), Batch.of(case, 0)
+    cluster, batch = Cluster(2, sizes.region_bytes, monkeypatch, sms=SMS), Batch.of(case, 0)
     bias = torch.randn(case.experts, case.hidden).to(BF16)
     options, waiting, outs = GpuOptions(device=DEVICE, late_bias=True), [], []
     for rank in range(2):
@@ -117,7 +148,7 @@ def test_combine_adds_a_bias(tokens: int, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = Sizes(2, 64, BF16, 4, SMS)
-    cluster = Cluster(2, sizes.region_bytes, monkeypatch)
+    cluster = Cluster(2, sizes.region_bytes, monkeypatch, sms=SMS)
     reduce = AllReduce(sizes, DEVICE, 0, tuple(cluster.peers.addresses[:2]))
     with pytest.raises(KernelArgumentError, match="5 rows; this all-reduce was built for 4"):
         reduce(cluster.tensor(torch.zeros(5, 64, dtype=BF16)))

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("cutlass")
 
 from rose_dist.kernels.arch import ARCHS, HOPPER
-from rose_dist.kernels.cute.all_reduce_two_shot import ROLES, TwoShot
+from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
 from rose_dist.kernels.peer_regions import ADD_STAGE, PACKET_BYTES, two_shot_bytes
 from rose_dist.kernels.sync import WaitExpiredError, WaitReport
 from tests.kernels.peers import Peers, sum_in_rank_order
@@ -65,10 +65,9 @@ def test_ranks_and_dtypes(arch: str, ranks: int, rows: int, dtype: torch.dtype) 
     assert exchange.right()
 
 
-@pytest.mark.parametrize(("ranks", "rows", "rounds"), [(2, 40, 2), (3, 33, 4), (2, 1, 4), (2, 40, 8)])
-@pytest.mark.parametrize("roles", [1, ROLES])
-def test_rounds(ranks: int, rows: int, rounds: int, roles: int) -> None:
-    kernel = TwoShot(HOPPER, ranks, BF16, threads=32, roles=roles)
+@pytest.mark.parametrize(("ranks", "rows", "rounds"), [(2, 40, 2), (3, 33, 4), (2, 1, 4), (2, 40, 3)])
+def test_rounds(ranks: int, rows: int, rounds: int) -> None:
+    kernel = TwoShot(HOPPER, ranks, BF16, threads=32)
     exchange = Exchange(peers_for(ranks), kernel, rows, rounds=rounds)
     exchange.launch_all()
     exchange.peers.run()

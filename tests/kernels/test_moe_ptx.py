@@ -64,8 +64,15 @@ def test_scattering_loads_rows_before_slots_are_known_and_writes_after(binaries:
         assert re.search(r"ld\.global\S*\.v\d", before)
         assert not re.search(r"(st|red|atom)\.\S*global", before)
         assert "griddepcontrol.launch_dependents;" in after
+
+
+def test_rows_are_asked_for_after_the_ids(binaries: dict[type, list[Binary]]) -> None:
     for compiled in binaries[AssignSlots]:
-        assert "griddepcontrol.launch_dependents;" in compiled.ptx
+        before, waited = compiled.ptx.split("griddepcontrol.wait;")
+        assert not re.search(r"(ld|st|red|atom)\.\S*global", before)
+        counting, after = waited.split("griddepcontrol.launch_dependents;")
+        assert "match.any.sync.b32" in counting
+        assert "atom.release" in after
 
 
 def test_one_grid_barrier_assigns_slots(binaries: dict[type, list[Binary]]) -> None:

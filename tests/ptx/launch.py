@@ -102,6 +102,7 @@ class ActiveLaunch:
         self._allowed: set[int] = set()
         self._waited: set[int] = set()
         self.hasty = False
+        self.known: ActiveLaunch | None = None
         self._cluster_barriers: dict[int, ClusterBarrier] = {}
         self.constants = self._constants()
         self.ctas = [self._cta(i, first_cta + i) for i in range(launch.ctas)]
@@ -148,10 +149,17 @@ class ActiveLaunch:
         if before is None:
             return
         if before.done:
+            self.known = before
             self.see_predecessor(self.threads)
-        elif before.predecessor is not None and before.predecessor.done and not before.hasty:
+            return
+        if before.predecessor is not None and before.predecessor.done and not before.hasty:
             # It allowed this start after it had waited, so what that wait was for is complete.
-            self._see(before.predecessor, self.threads)
+            self.known = before.predecessor
+        else:
+            # What was complete when it began.
+            self.known = before.known
+        if self.known is not None:
+            self._see(self.known, self.threads)
 
     def predecessor_done(self) -> bool:
         return self.predecessor is None or self.predecessor.done

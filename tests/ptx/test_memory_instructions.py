@@ -251,3 +251,28 @@ def test_a_plain_second_launch_waits_for_the_first() -> None:
     first, second = dependent("")
     machine.run([launch(first, x), launch(second, x, out)], seed=4)
     assert out.tolist() == list(range(1, 33))
+
+
+PATIENT = "griddepcontrol.wait; griddepcontrol.launch_dependents;"
+HASTY = "griddepcontrol.launch_dependents; griddepcontrol.wait;"
+
+
+@pytest.mark.parametrize(
+    ("between", "sound"), [([PATIENT, HASTY], True), ([HASTY, PATIENT], True), ([HASTY, HASTY], False)]
+)
+def test_what_was_complete_when_a_launch_began_is_for_the_next_one_too(between: list[str], *, sound: bool) -> None:
+    """The last launch reads without a wait what the first one wrote."""
+    machine = Machine()
+    first, last = dependent("")
+    chain = [launch(kernel(text), overlaps=True) for text in between]
+
+    def run(seed: int) -> bool:
+        x, out = machine.zeros(32, torch.int32), machine.zeros(32, torch.int32)
+        machine.run([launch(first, x), *chain, launch(last, x, out, overlaps=True)], seed=seed, non_coherent=False)
+        return out.tolist() == list(range(1, 33))
+
+    if sound:
+        assert all(run(seed) for seed in range(20))
+    else:
+        with pytest.raises(DataRace):
+            all(run(seed) for seed in range(20))

@@ -10,7 +10,7 @@ from rose_dist.comm.all_to_all.local_gpu import GpuHandle, GpuOptions
 from rose_dist.comm.all_to_all.protocol import AllToAllConfig
 from rose_dist.comm.group import Group
 from rose_dist.kernels.all_reduce import AllReduce
-from rose_dist.kernels.linear_add import MAX_ROWS
+from rose_dist.kernels.rms_norm import rms_norm
 
 
 class TensorParallel(Local):
@@ -42,13 +42,7 @@ class TensorParallel(Local):
 
     @property
     def packs_only(self) -> bool:
-        if self.all_reduce is None or self.config.expert_dtype != self.all_reduce.sizes.dtype:
-            return False
-        return self._packs_compactly and self.all_reduce.sizes.combine_rows >= min(MAX_ROWS, self.config.max_tokens)
-
-    @property
-    def sums_at_home(self) -> bool:
-        return False
+        return self.all_reduce is not None and self._packs_compactly
 
     def check(self) -> None:
         super().check()
@@ -70,9 +64,11 @@ class TensorParallel(Local):
         self, handle: GpuHandle, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
         assert self.all_reduce is not None
-        return self.all_reduce.combine_norm(
-            handle.expert_out, handle.packed.slots, handle.routing.weights, residual, norm_weight, eps
-        )
+        self.all_reduce.combine(
+            handle.expert_out, handle.packed.slots, handle.routing.weights, residual, tokens=residual.shape[0],
+            accumulate=True,
+        )  # fmt: skip
+        return rms_norm(residual, norm_weight, eps)
 
 
 def check_fits(all_reduce: AllReduce, config: AllToAllConfig) -> None:

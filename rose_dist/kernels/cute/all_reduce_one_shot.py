@@ -1,8 +1,7 @@
-"""All-reduce of small rows over NVLink in one launch: everyone sends everything to everyone, in packets.
+"""All-reduce of small rows over NVLink in one launch: everyone sends everything to all others, in packets.
 
 out[row] = Σ_r x_r[row], added up in rank order in fp32 and rounded once, so the bits are the same on every rank. The
-rows may come from a MoE combine instead, as fp32 sums over this rank's experts, and what is written may be the next
-residual and its RMS norm.
+rows may come from a MoE combine instead, as fp32 sums over this rank's experts.
 """
 
 from __future__ import annotations
@@ -36,17 +35,15 @@ from rose_dist.kernels.variants import WARP
 class OneShot(jit.Kernel):
     """A block takes a part of a row at a time; the grid must be co-resident.
 
-    dtype: of x, out, residual and weight: bf16 or fp32. combine: where rows come from, if not from x; what travels is
-    then fp32. norm: add the residual, and write its sum and the sum's RMS norm. accumulate: add what stands in out to
-    the sum before it is rounded; not with `norm`. parts: that a row is cut into, so that few rows occupy many blocks; 1
-    with `norm`.
+    dtype: of x and out: bf16 or fp32. combine: where rows come from, if not from x; what travels is then fp32.
+    accumulate: add what stands in out to the sum before it is rounded. parts: that a row is cut into, so that few rows
+    occupy many blocks.
     """
 
     ranks: int
     hidden: int
     dtype: torch.dtype
     combine: Combine | None = None
-    norm: bool = False
     accumulate: bool = False
     parts: int = 1
 
@@ -88,19 +85,18 @@ class OneShot(jit.Kernel):
 
     @cute.jit
     def __call__(
-        self, x: Int64, live_rows: Int64, out: Int64, residual: Int64, total: Int64, weight: Int64, eps: Float32,
+        self, x: Int64, live_rows: Int64, out: Int64,
         row_stride: Int64, slots: Int64, weights: Int64, ids: Int64, bias: Int64, first_expert: Int32,
         peer0: Int64, peer1: Int64, peer2: Int64, peer3: Int64, peer4: Int64, peer5: Int64, peer6: Int64, peer7: Int64,
         source_bytes: Int64, state: Int64, report: Int64, limit_ns: Int64, rank: Int32, rows: Int32, blocks: Int32,
         stream: Stream,
     ) -> None:  # fmt: skip
-        """Addresses: x [rows, hidden], live_rows int32 [1] or 0, out [rows, hidden]; with `norm` residual [rows,
-        hidden], total (the new residual; may be the old one) and weight [hidden]; with `combine` x and row_stride are
-        the experts' rows, and slots, weights, ids, bias and first_expert as for `Combine`. peer0 … are the ranks'
-        inboxes, this rank's among them; state, source_bytes: see `packets`.
+        """Addresses: x [rows, hidden], live_rows int32 [1] or 0, out [rows, hidden], which may be x; with `combine` x
+        and row_stride are the experts' rows, and slots, weights, ids, bias and first_expert as for `Combine`. peer0 …
+        are the ranks' inboxes, this rank's among them; state, source_bytes: see `packets`.
         """
         self.kernel(
-            x, live_rows, out, residual, total, weight, eps, row_stride, slots, weights, ids, bias, first_expert,
+            x, live_rows, out, row_stride, slots, weights, ids, bias, first_expert,
             peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7, source_bytes, state, report, limit_ns, rank, rows,
         ).launch(
             grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1
@@ -108,13 +104,14 @@ class OneShot(jit.Kernel):
 
     @cute.kernel
     def kernel(
-        self, x: Int64, live_rows: Int64, out: Int64, residual: Int64, total: Int64, weight: Int64, eps: Float32,
+        self, x: Int64, live_rows: Int64, out: Int64,
         row_stride: Int64, slots: Int64, weights: Int64, ids: Int64, bias: Int64, first_expert: Int32,
         peer0: Int64, peer1: Int64, peer2: Int64, peer3: Int64, peer4: Int64, peer5: Int64, peer6: Int64, peer7: Int64,
         source_bytes: Int64, state: Int64, report: Int64, limit_ns: Int64, rank: Int32, rows: Int32,
     ) -> None:  # fmt: skip
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         peers = [peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7][: self.ranks]
+        others, inbox = packets.apart(peers, rank)
         staged = cute.make_tensor(
             cute.arch.alloc_smem(Float32, self.width if self.combine else 1, alignment=16),
             cute.make_layout(self.width),
@@ -124,21 +121,22 @@ class OneShot(jit.Kernel):
         live = vector.live_rows(live_rows, rows) * self.parts
         epoch = packets.current_epoch(state)
         half = Int64(epoch & Uint32(1)) * self.ranks * source_bytes
-        for part in range(block, live, blocks):
-            if const_expr(self.combine is not None):
+        offset, inbox, alive = half + rank * source_bytes, inbox + half, Boolean(True)
+        if const_expr(self.combine is not None):
+            for part in range(block, live, blocks):
                 self.stage(part, x, row_stride, slots, weights, ids, bias, first_expert, staged)
-            self.push(part, x, staged, peers, half + rank * source_bytes, epoch)
-            if const_expr(self.combine is not None):
-                cute.arch.sync_threads()
-        inbox = peers[0]
-        for other in range_constexpr(1, self.ranks):
-            inbox = Int64(vector.select(rank == other, peers[other], inbox))
-        alive = Boolean(True)
-        for part in range(block, live, blocks):
-            alive = self.finish(
-                part, inbox + half, source_bytes, epoch, alive, limit_ns, report, rank, x, out, residual, total, weight,
-                eps,
-            )  # fmt: skip
+                self.push(part, x, staged, others, offset, epoch)
+                alive = self.finish(
+                    part, x, staged, inbox, source_bytes, epoch, alive, limit_ns, report, rank, out
+                )  # fmt: skip
+                cute.arch.sync_threads()  # the next part takes its place
+        else:
+            for part in range(block, live, blocks):
+                self.push(part, x, staged, others, offset, epoch)
+            for part in range(block, live, blocks):
+                alive = self.finish(
+                    part, x, staged, inbox, source_bytes, epoch, alive, limit_ns, report, rank, out
+                )  # fmt: skip
         packets.finish_epoch(state, block == 0, blocks, live > 0)
 
     @cute.jit
@@ -160,14 +158,14 @@ class OneShot(jit.Kernel):
         cute.arch.sync_threads()
 
     @cute.jit
-    def push(self, part: Int32, x: Int64, staged: cute.Tensor, peers: list[Any], offset: Int64, epoch: Uint32) -> None:
-        """A part into every inbox."""
+    def push(self, part: Int32, x: Int64, staged: cute.Tensor, others: list[Any], offset: Int64, epoch: Uint32) -> None:
+        """A part into the others' inboxes."""
         for turn in range_constexpr(self.turns):
             packet = cute.arch.thread_idx()[0] + turn * self.threads
             if packet < self.part_packets:
                 words = [self.word(part, x, staged, self.place(packet, i)) for i in range(PACKET_WORDS)]
                 at = offset + (Int64(part) * self.part_packets + packet) * PACKET_BYTES
-                packets.send(peers, at, words, epoch)
+                packets.send(others, at, words, epoch)
 
     def place(self, packet: Any, i: Any) -> Any:
         """A packet's word number `i`, counted in the part; the part's last word in place of any beyond it."""
@@ -181,104 +179,56 @@ class OneShot(jit.Kernel):
 
     @cute.jit
     def finish(
-        self, part: Int32, inbox: Int64, source_bytes: Int64, epoch: Uint32, alive: Boolean, limit_ns: Int64,
-        report: Int64, rank: Int32, x: Int64, out: Int64, residual: Int64, total: Int64, weight: Int64, eps: Float32,
+        self, part: Int32, x: Int64, staged: cute.Tensor, inbox: Int64, source_bytes: Int64, epoch: Uint32,
+        alive: Boolean, limit_ns: Int64, report: Int64, rank: Int32, out: Int64,
     ) -> Boolean:  # fmt: skip
-        """Wait for a part's packets, add them up and write the result. What they are added to is loaded meanwhile."""
-        sums, before, scales = [], [], []
-        if const_expr(self.norm):
-            before = self.read(part, residual, x)
-        if const_expr(self.norm and self.turns == 1):  # of several turns they would not fit into registers
-            scales = self.read(Int32(0), weight, weight)
-        if const_expr(self.accumulate):
-            before = self.read(part, out, x)
+        """Wait for the others' packets of a part, add them up and write the result. Its own words, and what the sum is
+        added to, are loaded meanwhile.
+        """
         for turn in range_constexpr(self.turns):
-            packet = vector.min_of(cute.arch.thread_idx()[0] + turn * self.threads, Int32(self.part_packets - 1))
-            received = cute.make_rmem_tensor(4 * self.ranks, Uint32)
+            number = cute.arch.thread_idx()[0] + turn * self.threads
+            packet = vector.min_of(number, Int32(self.part_packets - 1))
+            own = cute.make_rmem_tensor(PACKET_WORDS, Uint32)
+            before = cute.make_rmem_tensor(PACKET_WORDS * self.each, Float32)
+            if (
+                number < self.part_packets
+            ):  # the last packet's other threads must not read what its own may have written
+                for i in range_constexpr(PACKET_WORDS):
+                    own[i] = self.word(part, x, staged, self.place(packet, i))
+                    if const_expr(self.accumulate):
+                        loaded = self.load(self.address(out, part, self.place(packet, i)))
+                        for j in range_constexpr(self.each):
+                            before[i * self.each + j] = loaded[j]
+            sources = packets.other_ranks(self.ranks, rank)
+            received = cute.make_rmem_tensor(4 * len(sources), Uint32)
             at = inbox + (Int64(part) * self.part_packets + packet) * PACKET_BYTES
-            everyone = range(self.ranks)
             alive = packets.receive(
-                [at + source * source_bytes for source in everyone], [True for _ in everyone],
-                [Int32(source) for source in everyone], epoch, received, alive, limit_ns, report, rank, ONE_SHOT_STAGE,
+                [at + source * source_bytes for source in sources], [True for _ in sources], sources, epoch, received,
+                alive, limit_ns, report, rank, ONE_SHOT_STAGE,
             )  # fmt: skip
             for i in range_constexpr(PACKET_WORDS):
-                sums.append(self.add(received, i))
-        if const_expr(self.norm):
-            if const_expr(self.turns > 1):
-                scales = self.read(Int32(0), weight, weight)
-            self.write_norm(part, sums, before, scales, out, total, eps)
-        else:
-            self.write(part, sums, before, out)
+                values = self.add(own, received, i, rank)
+                if const_expr(self.accumulate):
+                    values = [before[i * self.each + j] + value for j, value in enumerate(values)]
+                word = packet * PACKET_WORDS + i
+                vector.store_scalars_if(
+                    Boolean((number < self.part_packets) & (word < self.words)), self.address(out, part, word), values,
+                    TYPES[self.dtype], self.each * self.dtype.itemsize,
+                )  # fmt: skip
         return alive
 
-    def add(self, received: Any, word: Any) -> Any:
+    def add(self, own: Any, received: Any, word: Any, rank: Any) -> Any:
         """The fp32 sums of one word's elements over the ranks, in rank order."""
-        total = packets.widen(received[word], self.wire)
-        for source in range(1, self.ranks):
-            other = packets.widen(received[4 * source + word], self.wire)
-            total = [a + b for a, b in zip(total, other, strict=True)]
+        words = packets.in_rank_order(own[word], received, word, rank, self.ranks)
+        parts = [packets.widen(one, self.wire) for one in words]
+        total = parts[0]
+        for part in parts[1:]:
+            total = [a + b for a, b in zip(total, part, strict=True)]
         return total
 
-    def mine(self, turn: Any, i: Any) -> Any:
-        """This thread's word `i` of `turn`: its number in the part, and whether there is such a word."""
-        packet = cute.arch.thread_idx()[0] + turn * self.threads
-        at = packet * PACKET_WORDS + i
-        return at, Boolean((packet < self.part_packets) & (at < self.words))
-
-    def every_word(self) -> Any:
-        return [(turn, i) for turn in range(self.turns) for i in range(PACKET_WORDS)]
-
-    @cute.jit
-    def write(self, part: Int32, sums: list[Any], before: list[Any], out: Int64) -> None:
-        """The rounded sums."""
-        for number, (turn, i) in enumerate(self.every_word()):
-            at, valid = self.mine(turn, i)
-            values = sums[number]
-            if const_expr(self.accumulate):
-                values = [a + b for a, b in zip(before[number], values, strict=True)]
-            self.put(valid, out, part, at, values)
-
-    def put(self, valid: Any, target: Any, part: Any, at: Any, values: Any) -> Any:
-        """The elements of one word, rounded to `dtype`."""
-        address = self.address(target, part, at)
-        vector.store_scalars_if(valid, address, values, TYPES[self.dtype], self.each * self.dtype.itemsize)
-
-    @cute.jit
-    def write_norm(
-        self, part: Int32, sums: list[Any], before: list[Any], scales: list[Any], out: Int64, total: Int64, eps: Float32
-    ) -> None:
-        """The rounded sums plus the residual, rounded, to `total`; their RMS norm times the weight to `out`."""
-        kind, words = TYPES[self.dtype], self.every_word()
-        squares, added = Float32(0.0), []
-        for number, (turn, i) in enumerate(words):
-            _, valid = self.mine(turn, i)
-            new = [
-                Float32((Float32(Float32(a).to(kind)) + b).to(kind))
-                for a, b in zip(sums[number], before[number], strict=True)
-            ]
-            added.append(new)
-            for value in new:
-                squares = squares + vector.select(valid, value * value, Float32(0.0))
-        mean = vector.row_sum(Float32(squares), self.threads, 1) * Float32(1.0 / self.hidden)
-        factor = cute.math.rsqrt(mean + eps)
-        for number, (turn, i) in enumerate(words):
-            at, valid = self.mine(turn, i)
-            self.put(valid, total, part, at, added[number])
-            normed = [value * factor * scale for value, scale in zip(added[number], scales[number], strict=True)]
-            self.put(valid, out, part, at, normed)
-        cute.arch.sync_threads()  # the next row's sum uses the same shared memory
-
-    def read(self, part: Any, source: Any, otherwise: Any) -> Any:
-        """This thread's words of a part of `source`, elements of `dtype`, as fp32; of words that there are not, what
-        stands at `otherwise`, because another thread may be writing any of `source` by now.
-        """
-        words = []
-        for turn, i in self.every_word():
-            at, valid = self.mine(turn, i)
-            address = Int64(vector.select(valid, self.address(source, part, at), otherwise))
-            loaded = vector.load(address, TYPES[self.dtype], self.each, self.each * self.dtype.itemsize).to(Float32)
-            words.append([loaded[j] for j in range(self.each)])
-        return words
+    def load(self, address: Any) -> Any:
+        """A word's elements of `dtype`, as fp32."""
+        return vector.load(address, TYPES[self.dtype], self.each, self.each * self.dtype.itemsize).to(Float32)
 
     def address(self, base: Any, part: Any, at: Any) -> Any:
         """Of a part's word, in elements of `dtype`."""

@@ -26,7 +26,11 @@ HISTOGRAMS_AHEAD = 16
 
 @dataclass(frozen=True)
 class AssignSlots(jit.Kernel):
-    """`warps` a block; the grid must be co-resident, one block an SM at most."""
+    """`warps` a block; the grid must be co-resident, one block an SM at most.
+
+    The next launch may start once all ids are here, and so after all launches before this one have ended. Started
+    earlier, its rows would come first, and all that follows here is latency.
+    """
 
     experts: int
     top_k: int
@@ -50,7 +54,7 @@ class AssignSlots(jit.Kernel):
         """
         self.kernel(
             ids, live_rows, slots, counts, offsets, histograms, barrier, report, limit_ns, first_expert, tokens, rank
-        ).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, cooperative=True)  # fmt: skip
+        ).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True)  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -63,16 +67,18 @@ class AssignSlots(jit.Kernel):
         for at in range(thread, self.warps * self.experts, self.threads):
             walked[at] = Int32(0)
         cute.arch.sync_threads()
-        pairs = vector.live_rows(live_rows, tokens) * self.top_k
-        steps = (pairs + (blocks * self.threads - 1)) // (blocks * self.threads)
+        every = tokens * self.top_k
+        steps = (every + (blocks * self.threads - 1)) // (blocks * self.threads)
         first = ((block * self.warps + thread // WARP) * steps) * WARP
         own = thread // WARP * self.experts
-        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        pairs = vector.live_rows(live_rows, tokens) * self.top_k
         for step in range(0, steps, AHEAD):
-            keys = self.keys(ids, first, step, steps, pairs, first_expert)
+            keys = self.keys(ids, first, step, steps, pairs, every, first_expert)
             for i in range_constexpr(AHEAD):
                 self.count(keys[i], walked, own)
         cute.arch.sync_threads()
+        cute.arch.griddepcontrol_launch_dependents()
         self.publish(walked, histograms + Int64(block) * (self.experts * 4))
         arrived = phase_barrier(barrier, block == 0, blocks, passed, limit_ns, report, rank, ASSIGN_STAGE)
         # After a wait that expired there is nothing to read: no pair gets a slot.
@@ -84,17 +90,19 @@ class AssignSlots(jit.Kernel):
             walked[at] += starts[at % self.experts]
         cute.arch.sync_threads()
         for step in range(0, steps, AHEAD):
-            keys = self.keys(ids, first, step, steps, pairs, first_expert)
+            keys = self.keys(ids, first, step, steps, pairs, every, first_expert)
             for i in range_constexpr(AHEAD):
                 pair = first + (step + i) * WARP + thread % WARP
                 wanted = (step + i < steps) & (pair < pairs)
                 self.number(keys[i], pair, wanted, walked, own, starts, slots, arrived)
 
-    def keys(self, ids: Any, first: Any, step: Any, steps: Any, pairs: Any, first_expert: Any) -> list[Any]:
-        """What a lane's next `AHEAD` pairs are sorted by; −1 for those that are left out. All are loaded at once."""
+    def keys(self, ids: Any, first: Any, step: Any, steps: Any, pairs: Any, every: Any, first_expert: Any) -> list[Any]:
+        """What a lane's next `AHEAD` pairs are sorted by; −1 for those that are left out. All are loaded at once, and
+        do not wait for the number of those that live.
+        """
         lane = cute.arch.thread_idx()[0] % WARP
         places = [first + (step + i) * WARP + lane for i in range(AHEAD)]
-        loaded = [self.key(ids, vector.min_of(place, pairs - 1), first_expert) for place in places]
+        loaded = [self.key(ids, vector.min_of(place, every - 1), first_expert) for place in places]
         there = [(step + i < steps) & (place < pairs) for i, place in enumerate(places)]
         return [Int32(vector.select(t, key, Int32(-1))) for t, key in zip(there, loaded, strict=True)]
 
@@ -216,8 +224,8 @@ class ScatterRows(jit.Kernel):
         tiling, size = self.tiling, self.vector_bytes
         lane, token = vector.row_of_thread(tiling)
         row_bytes = tiling.row_vectors * size
-        # `AssignSlots`, the launch before, began after all before it had ended, and does not write x. No thread may
-        # leave before the wait: the launch after this one waits for this one alone.
+        # `AssignSlots`, the launch before, lets this one start after all before it have ended, and does not write x. No
+        # thread may leave before the wait: the launch after this one waits for this one alone.
         source = x + Int64(vector.min_of(token, tokens - 1)) * row_bytes
         values = [
             vector.load(source + Int64(vector.place(tiling, lane, i)) * size, Uint32, size // 4, size)

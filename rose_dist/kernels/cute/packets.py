@@ -4,7 +4,7 @@ A packet arrives as one, so its epoch says that its data is there: no fence, no 
 may be any bits, because they are never looked at to find out.
 
 Inbox: in every rank's symmetric memory, packets [2 parities, ranks (the sender), source_bytes / 16]. Only the sender
-writes its part, by `store_packet`, into all ranks' inboxes; the owner polls it by `load_packet`.
+writes its part, by `store_packet`; the owner polls it by `load_packet`.
 
 Epoch: `state` is a u64 in local memory, completed exchanges in its high half and arrived blocks in its low half. Every
 block adds to it once when it is done, and the sum of one launch's blocks is 2^32, whatever their number. It so grows by
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from rose_dist.kernels import ptx, sync
+from rose_dist.kernels import ptx, sync, vector
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Uint32, Uint64, cute, cutlass, range_constexpr
 
 
@@ -42,10 +42,37 @@ def finish_epoch(state: Int64, first_block: Boolean, blocks: Int32, used: Boolea
         ptx.add_relaxed_u64(state, share, "gpu")
 
 
-def send(peers: list[Any], offset: Any, words: list[Any], epoch: Any) -> None:
-    """One packet into every rank's inbox, this rank's own too."""
-    for peer in peers:
-        ptx.store_packet(peer + offset, (words[0], words[1], words[2], epoch))
+def apart(peers: list[Any], rank: Any) -> tuple[list[Any], Any]:
+    """The other ranks' addresses, in rank order, and this rank's own."""
+    others = [Int64(vector.select(rank > i, peers[i], peers[i + 1])) for i in range(len(peers) - 1)]
+    own = peers[0]
+    for other in range(1, len(peers)):
+        own = Int64(vector.select(rank == other, peers[other], own))
+    return others, own
+
+
+def other_ranks(ranks: int, rank: Any) -> list[Any]:
+    """Their numbers."""
+    return [Int32(vector.select(rank > i, Int32(i), Int32(i + 1))) for i in range(ranks - 1)]
+
+
+def in_rank_order(own: Any, received: Any, word: Any, rank: Any, ranks: int) -> list[Any]:
+    """A word of every rank: this rank's `own`, and of the others' packets in `received` [4 · (ranks − 1)]."""
+    words = []
+    for source in range(ranks):
+        found = own
+        if source > 0:
+            found = vector.select(rank < source, received[4 * (source - 1) + word], found)
+        if source < ranks - 1:
+            found = vector.select(rank > source, received[4 * source + word], found)
+        words.append(Uint32(found))
+    return words
+
+
+def send(inboxes: list[Any], offset: Any, words: list[Any], epoch: Any) -> None:
+    """One packet into each of the inboxes."""
+    for inbox in inboxes:
+        ptx.store_packet(inbox + offset, (words[0], words[1], words[2], epoch))
 
 
 def widen(word: Any, dtype: Any) -> Any:
