@@ -37,7 +37,7 @@ BF16_160 = WARPGROUP_SHAPES.variants[-1]
 BF16 = {
     **{f"bf16 rows {shape.widths[-1]}": shape for shape in WARPGROUP_SHAPES.variants},
     "bf16 rows 128": replace(BF16_160, widths=(96, 112, 128), stages=8),
-    "bf16 rows 160, 3 blocks a stage": replace(BF16_160, step_columns=3, stages=5),
+    "bf16 rows 160, 3 blocks a stage": replace(BF16_160, step_columns=3, stages=4),
 }
 """By the most rows of x that warpgroups multiply at a time."""
 FP8_64, FP8_160 = E4M3_SHAPES.variants
