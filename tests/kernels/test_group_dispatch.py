@@ -31,7 +31,7 @@ def test_rows_stand_in_their_experts_groups(
     scales = torch.empty(most, dtype=torch.float32, device=device) if dtype is torch.uint8 else None
     out = PackedRows(
         torch.empty(most, columns, dtype=torch.bfloat16, device=device), None,
-        torch.empty(tokens, 3, dtype=torch.int32, device=device), torch.empty(HELD, dtype=torch.int32, device=device),
+        hopper.tensor(torch.zeros(tokens, 3, dtype=torch.int32)), torch.empty(HELD, dtype=torch.int32, device=device),
         torch.empty(HELD + 1, dtype=torch.int64, device=device),
         GroupedRows(empty_groups(most // 8, columns, dtype, device), scales),
     )  # fmt: skip
