@@ -59,7 +59,7 @@ class RoseBackend(EPBackend):  # type: ignore[misc]  # a class of CollectiveX's
 
     def build(self, config: AllToAllConfig) -> AllToAll:
         ranks, device, topology = TorchRanks(), torch.device("cuda", self.local_rank), self.topology
-        size = region_bytes(config, ranks.size, network=not topology.one_domain)
+        size = region_bytes(config, topology)
         self.memory = SymmetricMemory(ranks, device, size + _SLACK, topology.far)
         options = GpuOptions(device=device, rank=ranks.rank)
         sms = min(ranks.all_gather_objects(torch.cuda.get_device_properties(device).multi_processor_count))

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.all_to_all_ranks import Control
 from benchmarks.exchange_layers import MODELS, Layer
 from benchmarks.exchange_sections import build_kernels
+from benchmarks.gpu_ranks import Control
 from benchmarks.graphs import table
 from rose_dist.comm.symmetric_memory import SymmetricMemory
 from rose_dist.kernels.arch import device_info

@@ -24,7 +24,7 @@ import torch
 from rose_dist.comm.all_to_all.create import create, region_bytes
 from rose_dist.comm.all_to_all.local_gpu import GpuOptions
 from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig, Routing
-from rose_dist.comm.layout import Layout
+from rose_dist.comm.layout import Layout, even_split
 from rose_dist.comm.symmetric_memory import SymmetricMemory
 from rose_dist.comm.world import Groups, World
 
@@ -39,6 +39,8 @@ def main() -> None:
     parser.add_argument("--checked", type=int, default=16, help="Rounds before those, compared bit by bit")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--force-remote", type=int, help="Take every so many ranks of a host for a node of their own")
+    parser.add_argument("--rail-forwarding", action="store_true", help="A row once a node; its ranks pass it on")
+    parser.add_argument("--node-sums", action="store_true", help="With it: a node's results come back as one row")
     parser.add_argument("--json", action="store_true", help="One object a line")
     arguments = parser.parse_args()
     with World.join() as world:
@@ -46,7 +48,8 @@ def main() -> None:
         sizes = arguments.tokens or [1, 8, 64, 128]
         config = AllToAllConfig(
             num_experts=arguments.experts, top_k=arguments.top_k, hidden=arguments.hidden, max_tokens=max(sizes),
-            dtype=torch.bfloat16,
+            dtype=torch.bfloat16, rail_forwarding=arguments.rail_forwarding,
+            partial_sums=arguments.rail_forwarding and arguments.node_sums,
         )  # fmt: skip
         device = torch.device("cpu") if arguments.device == "cpu" else torch.device("cuda", world.local_rank)
         exchange, memory = build(config, groups, device)
@@ -65,7 +68,7 @@ def run(
         given = batch(config, tokens, groups.ep.rank, number, device)
         seconds, out = one_round(exchange, *given)
         if number < arguments.checked:
-            check(given, out)
+            check(given, out, nodes_of(groups, config) if config.partial_sums else None)
         else:
             times.append(seconds)
     slowest = np.max(groups.ep.all_gather_objects(times), axis=0) * 1e6
@@ -76,7 +79,7 @@ def run(
 def build(config: AllToAllConfig, groups: Groups, device: torch.device) -> tuple[AllToAll, SymmetricMemory | None]:
     if device.type == "cpu":
         return create(config, groups), None
-    size = region_bytes(config, groups.ep.size, network=not groups.topology.one_domain)
+    size = region_bytes(config, groups.topology)
     memory = SymmetricMemory(groups.ep, device, size + (1 << 20), groups.topology.far)
     return create(config, groups, GpuOptions(device=device, rank=groups.ep.rank), memory=memory), memory
 
@@ -116,22 +119,46 @@ def factor(expert: torch.Tensor) -> torch.Tensor:
     return (expert % 7 + 1).float()
 
 
-def check(given: tuple[torch.Tensor, Routing], out: torch.Tensor) -> None:
-    """Bit by bit: products in bf16 as the stand-in makes them, sums in fp32 in top-k order."""
+def nodes_of(groups: Groups, config: AllToAllConfig) -> torch.Tensor:
+    """The node of each expert; its rank, where there is one node."""
+    topology = groups.topology
+    places = range(groups.ep.size) if topology.one_domain else topology.nodes
+    held = [len(even_split(config.num_experts, groups.ep.size, rank)) for rank in range(groups.ep.size)]
+    return torch.tensor(places).repeat_interleave(torch.tensor(held))
+
+
+def check(given: tuple[torch.Tensor, Routing], out: torch.Tensor, nodes: torch.Tensor | None) -> None:
+    """Bit by bit: products in bf16 as the stand-in makes them, sums in fp32 in top-k order. nodes: of each expert, if
+    their sums are rounded and then added up in the order in which a token names them.
+    """
     x, routing = given
+    if nodes is None:
+        total = weighted(x, routing, torch.ones_like(routing.ids, dtype=torch.bool))
+    else:
+        total, named = torch.zeros(x.shape, device=x.device), nodes.to(x.device)[routing.ids.long()]
+        for place in range(routing.ids.shape[1]):
+            node = named[:, place, None]
+            first = (named[:, :place] != node).all(1, keepdim=True)
+            total = torch.where(first, total + weighted(x, routing, named == node).to(x.dtype).float(), total)
+    if not torch.equal(total.to(x.dtype), out):
+        raise AssertionError(f"{(total.to(x.dtype) != out).sum()} elements of {out.numel()} are wrong")
+
+
+def weighted(x: torch.Tensor, routing: Routing, counted: torch.Tensor) -> torch.Tensor:
     total = torch.zeros(x.shape, device=x.device)
     for place in range(routing.ids.shape[1]):
         rows = x * factor(routing.ids[:, place])[:, None].to(x.dtype)
-        total += routing.weights[:, place, None] * rows.float()
-    if not torch.equal(total.to(x.dtype), out):
-        raise AssertionError(f"{(total.to(x.dtype) != out).sum()} elements of {out.numel()} are wrong")
+        one = routing.weights[:, place, None] * rows.float()
+        total = torch.where(counted[:, place, None], total + one, total)
+    return total
 
 
 def report(name: str, groups: Groups, tokens: int, times: Any, arguments: argparse.Namespace) -> None:
     figures = {
         "exchange": name, "ranks": groups.ep.size, "nodes": groups.topology.node_count, "tokens": tokens,
-        "checked": arguments.checked, "hidden": arguments.hidden, "top_k": arguments.top_k,
-        "experts": arguments.experts,
+        "rail_forwarding": arguments.rail_forwarding, "node_sums": arguments.node_sums,
+        "checked": arguments.checked, "hidden": arguments.hidden,
+        "top_k": arguments.top_k, "experts": arguments.experts,
         "p50_us": round(float(np.median(times)), 1), "p99_us": round(float(np.percentile(times, 99)), 1),
     }  # fmt: skip
     line = ", ".join(f"{key} {value}" for key, value in figures.items())

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.all_to_all_ranks import ALIGN_CYCLES, CHECK_SPIN, Control, link_rate, memory_of
+from benchmarks.all_to_all_ranks import ALIGN_CYCLES, CHECK_SPIN
 from benchmarks.exchange_layers import BF16, MODELS, Inputs, Layer, Model, varied
+from benchmarks.gpu_ranks import Control, link_rate, memory_of
 from benchmarks.graphs import captured, time_call
 from rose_dist.kernels import jit
 from rose_dist.kernels.arch import Arch, device_info

@@ -3,8 +3,7 @@
     python -m benchmarks.few_rows [--rows 1 4 8] [--out FOLDER]
 
 A graph goes through several layers, each with its own weights, so that none are left in L2 from the time before.
-`layer` is all of a decoder layer but attention, with its experts. For one row the last lines compare a layer that ends
-with its norm to one that leaves sum and norm to the next.
+`layer` is all of a decoder layer but attention, with its experts.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import torch
 from benchmarks.experts import Layer as ExpertLayer
 from benchmarks.graphs import copy_rate, table, time_call
 from rose_dist.kernels.combine_norm import combine_norm
-from rose_dist.kernels.combine_rotary import Unsummed, combine_rotary
 from rose_dist.kernels.expert_map import map_experts
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.linear_add import MAX_ROWS, linear_add
@@ -104,26 +102,6 @@ class Layer:
 
     def ended_fused(self, results: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor) -> Hidden:
         return combine_norm(results, self.packed.slots, weights, residual, self.norms[1], EPS), residual
-
-    def between(self, results: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Queries of the experts' results, [1, query heads · head_dim], as if this were the next layer too."""
-        return self.queries_fused(self.ended_fused(results, weights, residual)[0])
-
-    def between_fused(self, unsummed: Unsummed) -> Hidden:
-        """The same with the residual stream."""
-        q, total = combine_rotary(
-            unsummed, self.qkv, self.qkv_bias, KEY_HEADS, *self.turns, self.cache, ahead=self.o
-        )  # fmt: skip
-        return q.flatten(1), total
-
-    def unsummed(self, results: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor) -> Unsummed:
-        return Unsummed(results, self.packed.slots, weights, residual, self.norms[1], EPS)
-
-    def alone(self, unsummed: Unsummed) -> Unsummed:
-        """`whole` of one token, from the experts before to this layer's."""
-        weights, total = self.routed_fused(*self.between_fused(unsummed))
-        rows = ExpertRows(self.packed.counts, self.packed.offsets, most_rows(1))
-        return self.unsummed(self.experts(self.packed.x, rows), weights, total)
 
     def whole(self, fused: bool, together: bool, hidden: Hidden) -> Hidden:
         """All but attention; with the experts' layers together in one launch or not."""
@@ -208,26 +186,6 @@ def figures(layers: list[Layer], rows: int, rate: float) -> list[dict[str, Any]]
         ),
         ("layer", 11, 5, sum(linear) + experts, lambda: through(False, True), lambda: through(True, True)),
     ]  # fmt: skip
-    if rows == 1:
-        left = layer.unsummed(results, weights, total)
-
-        def through_alone() -> float:
-            def all_layers() -> None:
-                state = left
-                for one in layers:
-                    state = one.alone(state)
-
-            return time_call(all_layers, replays=60, calls=1) / len(layers)
-
-        check("queries of results", layer.between_fused(left)[0], layer.between(results, weights, total.clone()))
-        steps += [
-            (
-                "combine to queries", 2, 1, linear[0],
-                lambda: timed(layers, lambda one: one.between(results, weights, total)),
-                lambda: timed(layers, lambda one: one.between_fused(left)),
-            ),
-            ("layer of one token", 5, 4, sum(linear) + experts, lambda: through(True, True), through_alone),
-        ]  # fmt: skip
     return [
         {
             "rows": rows, "what": what, "launches": before, "us": apart(), "launches fused": after, "us fused": fused(),
@@ -252,7 +210,7 @@ def main() -> None:
             layout=PackedLayout(), max_tokens=MAX_ROWS,
         )  # fmt: skip
         results += figures([Layer(rows, dispatcher) for _ in range(LAYERS)], rows, rate)
-        print(table([result for result in results if result["rows"] == rows]), flush=True)
+        print(table(results[-5:]), flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
     content = {"gpu": torch.cuda.get_device_name(0), "copy TB/s": rate / 1e6, "rows": results}
     (arguments.out / "few_rows.json").write_text(json.dumps(content, indent=1))

@@ -1,6 +1,7 @@
 """What the host does to launch a step of GPT-OSS kernel by kernel, as prefills and mixed steps are.
 
-    python -m benchmarks.host_overhead [--tokens 128 1024] [--decodes 0] [--profile] [--out FOLDER]
+    python -m benchmarks.host_overhead [--tokens 128 1024] [--decodes 0] [--moe-activations fp8] [--profile]
+        [--out FOLDER]
 
 Microseconds a layer: the difference of models of two depths, so that what a step does once falls out. On a GPU nothing
 is waited for within a pass: the time is that of the calls alone. Without one a tiny model's tensors pass for a GPU's,
@@ -24,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import torch
@@ -43,6 +44,7 @@ from rose_dist.engine.step import SequenceStep, Step
 from rose_dist.kernels import jit, launch, paged_prefill
 from rose_dist.kernels.arch import HOPPER, DeviceInfo
 from rose_dist.kernels.paged_attention import DecodeWorkspace
+from rose_dist.layers.expert_matrices import MoeActivations
 from rose_dist.layers.forward_batch import ForwardBatch
 from rose_dist.models.build_options import BuildOptions
 from rose_dist.models.gpt_oss import GptOssForCausalLM
@@ -112,7 +114,9 @@ TINY = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "n
 class Pass:
     """A model of so many layers, and the calls that launch one step of it."""
 
-    def __init__(self, layers: int, device: torch.device, tokens: int, decodes: int) -> None:
+    def __init__(
+        self, layers: int, device: torch.device, tokens: int, decodes: int, activations: MoeActivations
+    ) -> None:
         preset = PRESETS["gpt-oss-120b"] | {"num_hidden_layers": layers, "num_experts": 16, "vocab_size": 1024}
         preset = preset | (TINY if device.type == "cpu" else {})
         sizes = EngineConfig(
@@ -121,7 +125,7 @@ class Pass:
         )  # fmt: skip
         options = BuildOptions(
             World.join(log_level=logging.WARNING).groups(Layout.of(1)), tokens + decodes, torch.bfloat16, device,
-            "mxfp4", max(decodes, 1),
+            "mxfp4", max(decodes, 1), moe_activations=activations,
         )  # fmt: skip
         self.model = GptOssForCausalLM(GptOssConfig.from_json(preset), options)
         fill_randomly(self.model)
@@ -188,9 +192,11 @@ def operations(call: Callable[[], None]) -> Counter[str]:
     return counted.counts
 
 
-def measure(device: torch.device, tokens: int, decodes: int, launched: list[str], profiled: bool) -> dict[str, Any]:
+def measure(
+    device: torch.device, tokens: int, decodes: int, activations: MoeActivations, launched: list[str], profiled: bool
+) -> dict[str, Any]:
     synchronise = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    shallow, deep = (Pass(layers, device, tokens, decodes) for layers in DEPTHS)
+    shallow, deep = (Pass(layers, device, tokens, decodes, activations) for layers in DEPTHS)
     layers = DEPTHS[1] - DEPTHS[0]
     first, second = micros(shallow, synchronise), micros(deep, synchronise)
     counts = operations(deep)
@@ -224,6 +230,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", nargs="+", type=int, default=[128, 1024])
     parser.add_argument("--decodes", nargs="+", type=int, default=[0, 8])
+    parser.add_argument("--moe-activations", choices=get_args(MoeActivations), default="bf16")
     parser.add_argument("--profile", action="store_true", help="also print where Python spends the time")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -233,7 +240,8 @@ def main() -> None:
     rows = []
     with nullcontext([]) if real else no_gpu() as launched:
         for tokens, decodes in itertools.product(arguments.tokens, arguments.decodes):
-            rows.append(measure(device, tokens, decodes, launched, arguments.profile))
+            activations = arguments.moe_activations
+            rows.append(measure(device, tokens, decodes, activations, launched, arguments.profile))
     print(table(rows))
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)

@@ -156,7 +156,7 @@ _OPTIONS = (
         "--prefill-graphs/--no-prefill-graphs",
         default=True,
         show_default=True,
-        help="With one GPU a replica, capture steps with up to 2,048 tokens of prompts too, all but attention, as "
+        help="With one GPU a replica, capture steps with up to 4,096 tokens of prompts too, all but attention, as "
         "CUDA graphs.",
     ),
     click.option(

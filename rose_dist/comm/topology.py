@@ -79,6 +79,17 @@ class Topology:
     def is_far(self, peer: int) -> bool:
         return self.nodes[peer] != self.node
 
+    @property
+    def alike(self) -> bool:
+        """Nodes are equally many neighbours in rank order."""
+        size = len(self.members[0])
+        return self.nodes == tuple(rank // size for rank in range(len(self.nodes))) and len(self.nodes) % size == 0
+
+    @property
+    def rails(self) -> tuple[int, ...]:
+        """Of every other node the rank on this one's rail, the following node first."""
+        return tuple(self.rail((self.node + step) % self.node_count) for step in range(1, self.node_count))
+
     def rail(self, node: int) -> int:
         """The rank of `node` with this rank's place in its own: it sits on the same rail of the network, where the
         nodes are wired alike.

@@ -24,6 +24,7 @@ from rose_dist.comm.affinity import settle
 from rose_dist.comm.agreement import check_agreement, code_version
 from rose_dist.comm.group import Group
 from rose_dist.comm.guard import Guard
+from rose_dist.comm.launcher import check_launch, check_size, expected_rank, is_launched
 from rose_dist.comm.layout import Layout, LayoutError, Place
 from rose_dist.comm.logs import configure_logging
 from rose_dist.comm.mpi_environment import mpi_environment
@@ -35,13 +36,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE")
-"""Variables that mpirun or srun set for MPI processes; without any of them the world is this process."""
 HEAD_START_SECONDS = 0.5
 """From a rank's start of MPI to its first message. Open MPI 5.0.11 ends its start behind a barrier, but prepares the
 world's communicator after it: a message that comes before crashes the receiver (mca_pml_ob1_recv_frag_callback_match).
 """
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 _TURN_SECONDS = 0.5
 """How much later another rank than 0 speaks of an error that it shares with rank 0."""
 
@@ -93,13 +91,13 @@ class World:
         Configures logging, and has an uncaught exception on this rank end the job.
         """
         check_launch(os.environ)
-        if not any(name in os.environ for name in _LAUNCHED):
+        if not is_launched(os.environ):
             world = cls(None, None, timeout)
             configure_logging(0, world.host, log_dir, log_level)
             return world
         os.environ.update(settle(os.environ))
         guard = Guard()
-        expected = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "?")
+        expected = expected_rank(os.environ)
         host = socket.gethostname()
         guard.stage(describe(expected, host, "start MPI"))
         guard.limit(timeout, describe(expected, host, "start MPI", f"took more than {timeout:g} s"))
@@ -270,29 +268,6 @@ def machine_id() -> str:
     """The same for ranks whose GPUs may share an NVLink domain: those of one host, in one container."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
-
-
-class LaunchError(RoseError):
-    """The launcher and MPI do not agree on the ranks."""
-
-
-def check_launch(environment: Mapping[str, str]) -> None:
-    """Raises `LaunchError` if srun started several tasks, but without telling them of each other."""
-    if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and not any(name in environment for name in _LAUNCHED):
-        raise LaunchError(
-            f"srun started {environment['SLURM_STEP_NUM_TASKS']} tasks without MPI: each would be alone; "
-            "use srun --mpi=pmix (srun --mpi=list shows what this cluster has)"
-        )
-
-
-def check_size(environment: Mapping[str, str], size: int) -> None:
-    """Raises `LaunchError` if MPI has another number of ranks than the launcher started."""
-    started = environment.get("OMPI_COMM_WORLD_SIZE") or environment.get("SLURM_STEP_NUM_TASKS") or size
-    if int(started) != size:
-        raise LaunchError(
-            f"{started} ranks were started, but MPI sees {size}: mpi4py's MPI library is not the launcher's; "
-            "use the mpirun of the same Open MPI, or srun --mpi=pmix"
-        )
 
 
 def describe(rank: str, host: str, stage: str = "", message: str = "") -> str:

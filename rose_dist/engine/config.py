@@ -16,10 +16,10 @@ LoadFormat = Literal["checkpoint", "random"]
 LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Sizes that batches of decode steps are filled up to on a GPU."""
 PREFILL_LADDER = (
-    16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048,
+    16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, *range(1280, 4096 + 1, 256),
 )  # fmt: skip
 """Token counts that steps with prompts in them are filled up to; experts compute no row that only fills up. Above, a
-GPU is busy for longer than the host needs to launch kernel by kernel.
+GPU is busy for several times as long as the host needs to launch kernel by kernel, even on cores that others use too.
 """
 
 

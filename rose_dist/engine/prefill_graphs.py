@@ -113,7 +113,7 @@ class PrefillGraphs:
         calls = [
             _Call(**values | {name: borrowed(values[name]) for name in ("q", "out")}) for values in recording.calls
         ]
-        return _Pass(recording.graphs, calls, self._fixed(size).tensor, hidden)
+        return _Pass(recording.graphs, calls, self._fixed(size).tensor, borrowed(Place(hidden)))
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class _Pass:
     """
     graphs: one more than calls, which come between them.
     numbers: what the first graph reads.
-    hidden: [size, hidden], what the last graph leaves.
+    hidden: [size, hidden], what the last graph leaves, until another one runs: it lies in their memory too.
     """
 
     graphs: list[torch.cuda.CUDAGraph]

@@ -7,7 +7,7 @@ A rank sends a token once to every rank that holds any of its experts, as a reco
 
     meta    u32 [1 + top_k]: the token's number at its source, then for each place in its top k 0xFFFFFFFF if that
             expert is not the receiver's, else local expert << 20 | how many earlier (token, place) pairs of the same
-            source and expert there are; with `partial_sums` then the weight of each place, fp32 [top_k]
+            source and expert there are; where sums go back then the weight of each place, fp32 [top_k]
 
 The records from one source to one destination stand in the order of tokens, without gaps (plain rows: without gaps in
 each chunk, which starts at `chunk` times its number). A source also sends every destination one header:
@@ -29,6 +29,9 @@ epoch.
 With `partial_sums` a rank sends no results but their weighted sum, to the first of the token's places that are its own,
 so that areas and flags are the same; the source adds up what stands at those places.
 
+With `node_ranks` a node does so instead of a rank, for sources of other nodes, as `network_layout` says; to those of
+its own node each of its ranks returns all results, and they make their node's sum themselves.
+
 With `quantized`, a source that sends packets is given bf16 rows and quantises them as it sends. Its records' packets
 then carry units of 128 values: 32 words of codes and one word of scales, an fp32 or four bytes, are `UNIT_PACKETS`
 packets without a gap. So whoever takes a part of a record makes and places its codes and scales without the rest.
@@ -49,6 +52,10 @@ The areas:
   `RETURNS` only ranks that hold an expert of the token write one, and only theirs are waited for. Where a rank sends
   and sums in one launch, it takes its own experts' results from where they are: none come through its region.
 
+- `node_results`: [groups, return_bytes], with `node_ranks`: for each other node's rank on this one's rail what the
+  three areas of results are for this rank: written by this node's ranks for that source, read by this rank, which adds
+  them up and sends the sums. Packets and flags are those of results, with the same publishing.
+
 Copies. Let F dispatches wait for their combine at most (`in_flight`). Whoever sends exchange e has received e − F from
 every rank (headers always come), and that rank had received e − 2F before it sent e − F: so 2F copies suffice for what
 dispatch sends. Whoever returns a result has received a header of the newest exchange e, whose source had taken e − F
@@ -59,195 +66,16 @@ wrap around.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from rose_dist.kernels import checks
-from rose_dist.kernels.expert_slots import MAX_EXPERTS, MAX_K, MAX_PAIRS
-from rose_dist.kernels.formats import FP8, MXFP8, BlockFormat
+from rose_dist.kernels.exchange_sizes import ExchangeSizes
 from rose_dist.kernels.memory_areas import ALIGNMENT, MemoryAreas, round_up
-from rose_dist.kernels.peer_regions import PACKET_BYTES, PACKET_WORDS, packets
-from rose_dist.kernels.variants import Ranges
-
-MAX_PEERS = 32
-"""Ranks that may exchange; a token's destinations are the bits of one word."""
-PACKET_TOKENS = 256
-"""Most tokens that travel as packets, which cost a third more bytes and save a flag's way."""
-CHUNK = 16
-"""Tokens of plain rows that share a flag, at most; so many across nodes, where it is a message."""
-NVLINK_CHUNKS = Ranges((0, 8193), (16, 8))
-"""The same within a node, by the bytes of a result (two H200, 4,096 tokens: 16 is 5 % faster at 5,760 bytes, 8 is 2 %
-faster at 14,336)."""
-PACKETS, ROWS, RETURNS = range(3)
-"""In a header: records and results as packets; both as plain rows; records as packets and results as plain rows."""
-RESULT_PACKET_BYTES = 8 << 20
-"""Of a rank's results in packets, at most: packets send a third more, which from here on takes longer than a flag (two
-H200: packets are faster at 5.9 and 7.3 MB, plain rows at 14.7)."""
-HEADER_WORDS = 3
-UNIT_VALUES, UNIT_WORDS = 128, 33
-"""Of a quantised record's row: values, and the words that carry their codes and scales."""
-UNIT_PACKETS = UNIT_WORDS // PACKET_WORDS
-FUSED_FORMATS = (FP8, MXFP8)
-"""Formats with one word of scales for the codes of `UNIT_VALUES` values."""
-ORDINAL_BITS = 20
-"""Of a place in `meta`: how many pairs of one source and expert may be told apart."""
-NO_PLACE = 0xFFFFFFFF
+from rose_dist.kernels.peer_regions import PACKET_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangeLayout(MemoryAreas):
-    """Offsets and sizes are in bytes and fit 64 bits. All ranks must have equal ones."""
-
-    ranks: int
-    experts: int
-    """Of all ranks together; the first `experts % ranks` hold one more than the others."""
-    top_k: int
-    max_tokens: int
-    """On one rank in one exchange."""
-    row_bytes: int
-    scale_bytes: int
-    result_bytes: int
-    """Of an expert's output row."""
-    in_flight: int = 1
-    """Dispatches that may wait for their combine at once."""
-    most_packet_tokens: int = PACKET_TOKENS
-    most_result_packet_bytes: int = RESULT_PACKET_BYTES
-    """Of results, packets' own words not counted."""
-    chunk: int = CHUNK
-    """Tokens of plain rows that share a flag."""
-    quantized: BlockFormat | None = None
-    """What a source of few tokens makes of bf16 rows as it sends them; None: rows travel as they are given."""
-    partial_sums: bool = False
-    """A rank's results for a token go back as one row, their sum."""
-
-    def __post_init__(self) -> None:
-        for name, least, most in (
-            ("ranks", 2, MAX_PEERS), ("experts", 1, MAX_EXPERTS), ("top_k", 1, MAX_K), ("in_flight", 1, 16),
-            ("max_tokens", 1, (1 << ORDINAL_BITS) // self.top_k if self.top_k > 0 else 0), ("scale_bytes", 0, 1 << 16),
-            ("most_packet_tokens", 1, PACKET_TOKENS), ("chunk", 1, CHUNK),
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if not least <= value <= most:
-                raise checks.fail(name, f"is {value}; must be {least} … {most}")
-        for name in ("row_bytes", "result_bytes"):
-            value = getattr(self, name)
-            if value <= 0 or value % 16:
-                raise checks.fail(name, f"is {value}; must be a multiple of 16: rows travel 16 bytes at a time")
-        if self.quantized is not None:
-            allowed = ", ".join(map(str, FUSED_FORMATS))
-            if self.quantized not in FUSED_FORMATS:
-                raise checks.fail("quantized", f"is {self.quantized}; allowed: {allowed}")
-            wanted = self.quantized.blocks(self.row_bytes) * self.quantized.scale.bytes
-            if self.scale_bytes != wanted:
-                raise checks.fail("scale_bytes", f"is {self.scale_bytes}; {self.quantized} rows have {wanted}")
-
-    # --- Which rank holds an expert ------------------------------------------------------------------------------
-
-    @property
-    def width(self) -> int:
-        """Most experts of a rank."""
-        return -(-self.experts // self.ranks)
-
-    def first_expert(self, rank: int) -> int:
-        size, longer = divmod(self.experts, self.ranks)
-        return rank * size + min(rank, longer)
-
-    def held(self, rank: int) -> range:
-        """The experts of a rank."""
-        return range(self.first_expert(rank), self.first_expert(rank + 1))
-
-    def owner(self, expert: int) -> int:
-        """The rank that holds an expert."""
-        return next(rank for rank in range(self.ranks) if expert in self.held(rank))
-
-    # --- What travels ------------------------------------------------------------------------------------------------
-
-    @property
-    def header_packets(self) -> int:
-        return packets(HEADER_WORDS + self.width)
-
-    @property
-    def note_words(self) -> int:
-        """Of what a record's receiver keeps for combine: the places' rows, with `partial_sums` their weights too."""
-        return self.top_k * (2 if self.partial_sums else 1)
-
-    @property
-    def meta_words(self) -> int:
-        return 1 + self.note_words
-
-    @property
-    def meta_packets(self) -> int:
-        return packets(self.meta_words)
-
-    @property
-    def data_words(self) -> int:
-        """Of a record's row and scales, the latter padded to words."""
-        return self.row_bytes // 4 + -(-self.scale_bytes // 4)
-
-    @property
-    def units(self) -> int:
-        """Of a quantised record's row; the last may be partly beyond it."""
-        return -(-self.row_bytes // UNIT_VALUES)
-
-    @property
-    def data_packets(self) -> int:
-        return packets(self.data_words) if self.quantized is None else self.units * UNIT_PACKETS
-
-    @property
-    def record_packets(self) -> int:
-        """Of a record: first those of its meta, then those of its row and scales."""
-        return self.meta_packets + self.data_packets
-
-    @property
-    def meta_offset(self) -> int:
-        """In a plain record, where its meta starts: behind the row and the scales."""
-        return self.row_bytes + round_up(self.scale_bytes, 16)
-
-    @property
-    def record_bytes(self) -> int:
-        """From one plain record to the next."""
-        return round_up(self.meta_offset + 4 * self.meta_words, ALIGNMENT)
-
-    @property
-    def result_packets(self) -> int:
-        """Of one expert's output row."""
-        return packets(self.result_bytes // 4)
-
-    @property
-    def packet_tokens(self) -> int:
-        """Most tokens of a rank that sends packets."""
-        return min(self.max_tokens, self.most_packet_tokens, MAX_PAIRS // self.top_k)
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether any rank may send plain rows."""
-        return self.max_tokens > self.packet_tokens
-
-    @property
-    def result_packet_tokens(self) -> int:
-        """Most tokens of a rank whose results come back as packets."""
-        rows = min(self.top_k, self.ranks) if self.partial_sums else self.top_k
-        return min(self.packet_tokens, self.most_result_packet_bytes // (rows * self.result_bytes))
-
-    @property
-    def has_result_rows(self) -> bool:
-        """Whether any rank's results may come back as plain rows."""
-        return self.max_tokens > self.result_packet_tokens
-
-    @property
-    def has_returns(self) -> bool:
-        """Whether any rank may send packets and get plain rows back."""
-        return self.packet_tokens > self.result_packet_tokens
-
-    @property
-    def chunks(self) -> int:
-        """Of one source in one exchange, at most."""
-        return -(-self.max_tokens // self.chunk)
-
-    @property
-    def max_records(self) -> int:
-        """Places for records from one source to one destination."""
-        return self.chunks * self.chunk
-
-    # --- Where it stands ---------------------------------------------------------------------------------------------
+class ExchangeLayout(ExchangeSizes, MemoryAreas):
+    """Offsets are in bytes and fit 64 bits."""
 
     @property
     def copies(self) -> int:
@@ -295,15 +123,32 @@ class ExchangeLayout(MemoryAreas):
         return 4 * self.ranks * self.max_records if self.has_result_rows else 0
 
     @property
+    def _result_areas(self) -> dict[str, int]:
+        copies = self.result_copies
+        return {
+            "result_packets": copies * self.result_packet_bytes,
+            "results": copies * self.result_row_bytes,
+            "result_flags": copies * self.result_flag_bytes,
+        }
+
+    @property
+    def return_bytes(self) -> int:
+        """Of the areas of results together."""
+        return sum(round_up(size, ALIGNMENT) for size in self._result_areas.values())
+
+    def node_region(self, group: Any) -> Any:
+        """Behind the start of a region: what stands for one whose areas of results are those for a group's rank."""
+        return self.start("node_results") - self.start("result_packets") + group * self.return_bytes
+
+    @property
     def _areas(self) -> dict[str, int]:
         """Bytes of each area, in the order in which they stand in a region."""
-        sent, results = self.copies * self.ranks, self.result_copies
+        sent, groups = self.copies * self.ranks, self.ranks // self.node_ranks if self.node_ranks else 0
         return {
             "headers": sent * self.header_bytes,
             "record_packets": sent * self.source_packet_bytes,
             "records": sent * self.source_record_bytes,
             "runs": sent * self.source_run_bytes,
-            "result_packets": results * self.result_packet_bytes,
-            "results": results * self.result_row_bytes,
-            "result_flags": results * self.result_flag_bytes,
+            **self._result_areas,
+            "node_results": groups * self.return_bytes,
         }

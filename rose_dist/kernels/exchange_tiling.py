@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rose_dist.kernels.exchange_layout import UNIT_PACKETS, ExchangeLayout
+from rose_dist.kernels.exchange_layout import ExchangeLayout
+from rose_dist.kernels.exchange_sizes import UNIT_PACKETS
 from rose_dist.kernels.variants import WARP, Ranges
 
 MOST_THREADS = 512

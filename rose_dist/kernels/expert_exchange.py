@@ -15,8 +15,9 @@ from torch import Tensor
 
 from rose_dist.kernels import checks, jit, launch
 from rose_dist.kernels.exchange_kernels import ExchangeKernels
-from rose_dist.kernels.exchange_layout import HEADER_WORDS, ExchangeLayout
+from rose_dist.kernels.exchange_layout import ExchangeLayout
 from rose_dist.kernels.exchange_order import SourceOrder
+from rose_dist.kernels.exchange_sizes import HEADER_WORDS
 from rose_dist.kernels.exchange_tiling import PARTS, PUSHERS, SUM_PUSHERS, PacketTiling, record_tiling
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.moe_dispatch import LIMIT_NS
@@ -101,7 +102,7 @@ class ExpertExchange:
         """Blocks that send plain rows in a dispatch and in a combine, fewer than SMs."""
         self._peers = torch.empty(layout.ranks, dtype=torch.int64, device=device)
         self._peers.copy_(torch.tensor(regions))
-        self._own = regions[rank]
+        self._returns, self._own = self._peers, regions[rank]
         self._wait = (self.report.address, limit_ns, rank)
         self._kernels = ExchangeKernels(self._arch, layout, packed, result_dtype)
         for kernel in self._kernels.usual():
@@ -202,7 +203,7 @@ class ExpertExchange:
         kernel = self._kernels.combine(most, received is not None, wanted is not None, out_dtype, accumulate)
         state = self._state.data_ptr()
         launch.run(
-            _load(kernel), self._state, *_results(expert_out, received), ids, weights, live_rows, out, self._peers,
+            _load(kernel), self._state, *_results(expert_out, received), ids, weights, live_rows, out, self._returns,
             self._own, state + 16, state + 24, *self._wait, tokens,
             self._blocks(tokens * tiling.splits, received is not None),
         )  # fmt: skip
@@ -237,7 +238,7 @@ class ExpertExchange:
         summers = max(1, min(self._sms - pushers, tokens if by_token else -(-tokens // layout.chunk)))
         launch.run(
             _load(self._kernels.sum(out.dtype, accumulate, by_token, send)), self._state,
-            *_results(expert_out, received), ids, weights, live_rows, out, self._peers, self._own, state + 16,
+            *_results(expert_out, received), ids, weights, live_rows, out, self._returns, self._own, state + 16,
             state + 24, *self._wait, tokens, pushers, pushers + summers,
         )  # fmt: skip
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from rose_dist.kernels import checks, launch
-from rose_dist.kernels.linear_add import check as check_linear
-from rose_dist.kernels.linear_add import fits, reference
+from rose_dist.kernels.linear_add import check, fits, reference
 from rose_dist.kernels.qk_norm import PagedCache
 from rose_dist.kernels.rotary import rotate_and_store
 
@@ -43,7 +42,7 @@ def linear_rotary(
         KernelArgumentError: for shapes, dtypes or devices that don't fit.
     """
     heads, head_dim = weight.shape[0] // (2 * cos.shape[1]), 2 * cos.shape[1]
-    check(x, weight, bias, key_heads, cos, sin, cache)
+    _check(x, weight, bias, key_heads, cos, sin, cache)
     if not x.is_cuda:
         qkv = reference(x, weight, bias).view(x.shape[0], heads, head_dim)
         return rotate_and_store(qkv, key_heads, cos, sin, cache)
@@ -60,9 +59,10 @@ def linear_rotary(
     return out
 
 
-def check(x: Tensor, weight: Tensor, bias: Tensor, key_heads: int, cos: Tensor, sin: Tensor, cache: PagedCache) -> None:
-    """Raises `KernelArgumentError` for what `linear_rotary` does not take."""
-    check_linear(x, weight, bias)
+def _check(
+    x: Tensor, weight: Tensor, bias: Tensor, key_heads: int, cos: Tensor, sin: Tensor, cache: PagedCache
+) -> None:
+    check(x, weight, bias)
     rows, head_dim = x.shape[0], 2 * cos.shape[1]
     checks.multiple("head_dim", head_dim, HEAD_MULTIPLE, "a block has 16 outputs of one head")
     if weight.shape[0] % head_dim or weight.shape[0] // head_dim <= 2 * key_heads:

@@ -6,7 +6,7 @@ before. What bounds a shape is therefore room: registers and shared memory of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 LINEAR_OUTPUTS = 16
 """A block's outputs."""
@@ -35,10 +35,6 @@ RESIDENT_LINEARS = {
     4096: ResidentShape(warps=16, held=1, per_sm=2),
 }
 """By inputs: GPT-OSS's hidden size (5,120 outputs are 320 blocks), and the width of its attention (2,880 are 180)."""
-COMBINING_HELD = {2880: 3}
-"""By inputs, runs that a warp holds where the block makes its inputs itself: 4 take 32 registers of 72, the other 6
-54 KB a block.
-"""
 RESIDENT_WARPS, RESIDENT_RUNS = 9, 8
 """Of other sizes, at most: warps, and runs in shared memory (74 KB a block, so that 3 fit)."""
 
@@ -58,14 +54,6 @@ def resident(inputs: int) -> ResidentShape:
     warps = _warps(runs)
     small = ResidentShape(warps, held=max(runs // warps - RESIDENT_RUNS, 0), per_sm=1)
     return RESIDENT_LINEARS.get(inputs, small)
-
-
-def resident_combining(inputs: int) -> ResidentShape:
-    """The same with room for a row of inputs and for a norm's weight beside the weights: the block reads its inputs
-    from there, so that registers hold more of the weights.
-    """
-    shape = resident(inputs)
-    return replace(shape, held=min(COMBINING_HELD.get(inputs, shape.held), inputs // LINEAR_COLUMNS // shape.warps))
 
 
 def resident_beside(inputs: int) -> ResidentShape:

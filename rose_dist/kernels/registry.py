@@ -15,7 +15,6 @@ from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
 from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
 from rose_dist.kernels.cute.attention_sinks import ApplySinks
 from rose_dist.kernels.cute.combine_norm import CombineNorm
-from rose_dist.kernels.cute.combine_rotary import CombineRotary
 from rose_dist.kernels.cute.draw import DrawRows
 from rose_dist.kernels.cute.exchange_combine import ExchangeCombine
 from rose_dist.kernels.cute.exchange_dispatch import ExchangeDispatch
@@ -42,7 +41,8 @@ from rose_dist.kernels.cute.route_rows import RouteRows
 from rose_dist.kernels.cute.small_linear import COLUMNS, SmallLinear
 from rose_dist.kernels.draw import RowSplit
 from rose_dist.kernels.e4m3_tiling import E4M3_SHAPES
-from rose_dist.kernels.exchange_layout import FUSED_FORMATS, NVLINK_CHUNKS, ExchangeLayout
+from rose_dist.kernels.exchange_layout import ExchangeLayout
+from rose_dist.kernels.exchange_sizes import FUSED_FORMATS, NVLINK_CHUNKS
 from rose_dist.kernels.exchange_tiling import PARTS
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.jit import Kernel
@@ -196,7 +196,6 @@ def _few_rows(arch: Arch) -> Iterator[Kernel]:
     """GPT-OSS's, whose layers have them instead of the single steps."""
     hidden = HIDDEN[0]
     yield LinearRotary(arch, ResidentWeights(hidden, resident(hidden)), head_dim=64)
-    yield CombineRotary.of(arch, hidden, head_dim=64, top_k=4)
     attended = LINEAR_INPUTS[1]
     yield LinearAdd(arch, ResidentWeights(attended, resident(attended)))
     for experts, k, score, _ in ROUTES[:2]:
@@ -259,6 +258,11 @@ def _across_nodes(arch: Arch) -> Iterator[Kernel]:
                 scale_bytes=4 * scales, result_bytes=hidden * 2, most_result_packet_bytes=1 << 62,
             )
         )  # fmt: skip
-        yield LandRecords(arch, layout)
-        yield LandResults(arch, layout)
-        yield LandResultRows(arch, layout)
+        summed = NetworkLayout(replace(layout.exchange, node_ranks=8), members=8)
+        for one in (layout, summed):
+            yield LandRecords(arch, one)
+            yield LandResults(arch, one)
+            yield LandResultRows(arch, one)
+        for most in PARTS.variants:
+            yield ExchangeCombine(arch, summed.exchange, torch.bfloat16, torch.bfloat16, False, most, False, True)
+        yield CombineRows(arch, summed.exchange, torch.bfloat16, torch.bfloat16, False, False, False)

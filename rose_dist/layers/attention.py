@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from rose_dist.comm.tensor_group import TensorGroup
-from rose_dist.kernels.combine_rotary import Unsummed, combine_rotary
 from rose_dist.kernels.linear_add import fits, linear_add
 from rose_dist.kernels.linear_rotary import takes
 from rose_dist.kernels.projection import project_heads
-from rose_dist.kernels.qk_norm import PagedCache
 from rose_dist.layers.forward_batch import GroupBatch
 from rose_dist.layers.linear import Linear, PackedLinear
 from rose_dist.layers.weights import Piece, Weight, copy_into, parameter
@@ -96,9 +94,7 @@ class Attention(nn.Module):
         Returns:
             [tokens, hidden], summed over the tensor-parallel group.
         """
-        cache = batch.storage.layer(layer, batch.slots)
-        q = project_heads(x, *self._projection(cos, sin, cache), ahead=self.o_proj.weight)
-        out: Tensor = self.o_proj(self._attend(q, cache, batch))
+        out: Tensor = self.o_proj(self._attend(x, cos, sin, layer, batch))
         self.tp.all_reduce(out)
         return out
 
@@ -106,33 +102,23 @@ class Attention(nn.Module):
         """Whether `add_few` serves this block on a GPU."""
         return fits(self.o_proj.weight) and takes(self.qkv_proj.weight, self.heads.head_dim, cache_dtype)
 
-    def add_few(
-        self, x: Tensor | Unsummed, residual: Tensor, cos: Tensor, sin: Tensor, layer: int, batch: GroupBatch
-    ) -> Tensor:
+    def add_few(self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, layer: int, batch: GroupBatch) -> Tensor:
         """`residual` plus what `forward` gives, of up to `MAX_ROWS` tokens, in two launches besides attention's;
-        `residual` itself may hold it. Of one token x may be `Unsummed`, with its residual.
+        `residual` itself may hold it.
         """
-        cache = batch.storage.layer(layer, batch.slots)
-        if isinstance(x, Unsummed):
-            q, residual = combine_rotary(x, *self._projection(cos, sin, cache), ahead=self.o_proj.weight)
-        else:
-            q = project_heads(x, *self._projection(cos, sin, cache), ahead=self.o_proj.weight)
-        attended = self._attend(q, cache, batch)
+        attended = self._attend(x, cos, sin, layer, batch)
         if self.tp.size == 1:
             return linear_add(attended, self.o_proj.weight, self.o_proj.bias, residual)
         self.tp.add_linear(attended, self.o_proj.weight, self.o_proj.bias, residual)
         return residual
 
-    def _projection(
-        self, cos: Tensor, sin: Tensor, cache: PagedCache
-    ) -> tuple[Tensor, Tensor, int, Tensor, Tensor, PagedCache]:
-        """What makes queries, keys and values."""
-        bias = self.qkv_proj.bias
-        assert bias is not None
-        return self.qkv_proj.weight, bias, self.heads.local_key_heads, cos, sin, cache
-
-    def _attend(self, q: Tensor, cache: PagedCache, batch: GroupBatch) -> Tensor:
+    def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, batch: GroupBatch) -> Tensor:
         """[tokens, heads · head_dim], of this rank's heads."""
+        qkv, cache = self.qkv_proj, batch.storage.layer(layer, batch.slots)
+        assert qkv.bias is not None
+        q = project_heads(
+            x, qkv.weight, qkv.bias, self.heads.local_key_heads, cos, sin, cache, ahead=self.o_proj.weight
+        )
         attended = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for work in batch.work:
             work.attend(q, cache.keys, cache.values, self.sinks, self.scale, attended)

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from rose_dist.comm.all_to_all.protocol import AllToAll, Dispatched, Routing
 from rose_dist.kernels.combine_norm import takes as takes_rows
-from rose_dist.kernels.combine_rotary import Unsummed
 from rose_dist.kernels.formats import FP8
 from rose_dist.kernels.moe_dispatch import PackedRows
 from rose_dist.kernels.mxfp4_experts import ExpertRows
@@ -73,11 +72,6 @@ class MoE(nn.Module):
         few = self.exchange.packs_only
         return few and takes_router(self.router.weight, self.rule) and takes_rows(self.hidden, self.router.weight.dtype)
 
-    @property
-    def leaves_sums(self) -> bool:
-        """Whether the next layer may add up the experts' results."""
-        return self.exchange.sums_at_home
-
     def add_few(
         self, x: Tensor, norm: RMSNorm, after: RMSNorm, live_rows: Tensor | None, ahead: Tensor | None
     ) -> Tensor:
@@ -86,20 +80,6 @@ class MoE(nn.Module):
         x: [tokens, hidden], up to `MAX_ROWS` tokens. As `forward` between the norms' own launches, in two besides the
         experts'. ahead: the weights that are read next.
         """
-        expert_out, dispatched = self._few(x, norm, live_rows, ahead)
-        return self.exchange.combine_norm(expert_out, dispatched, x, after.weight, after.eps)
-
-    def leave_few(
-        self, x: Tensor, norm: RMSNorm, after: RMSNorm, live_rows: Tensor | None, ahead: Tensor | None
-    ) -> Unsummed:
-        """What `add_few` adds up and normalises, for one token; needs `leaves_sums`."""
-        expert_out, dispatched = self._few(x, norm, live_rows, ahead)
-        return Unsummed(expert_out, *self.exchange.leave_sums(expert_out, dispatched), x, after.weight, after.eps)
-
-    def _few(
-        self, x: Tensor, norm: RMSNorm, live_rows: Tensor | None, ahead: Tensor | None
-    ) -> tuple[Tensor, Dispatched]:
-        """The experts' results for norm(x)."""
         router, expert_map = self.router, self.expert_map
 
         def pack(packed: PackedRows) -> Routing:
@@ -112,7 +92,8 @@ class MoE(nn.Module):
 
         dispatched = self.exchange.dispatch_packed(x.shape[0], pack)
         rows = ExpertRows(dispatched.counts, dispatched.offsets, self._most_rows(x.shape[0]))
-        return self.experts(dispatched.x, rows, ahead=ahead), dispatched
+        expert_out = self.experts(dispatched.x, rows, ahead=ahead)
+        return self.exchange.combine_norm(expert_out, dispatched, x, after.weight, after.eps)
 
     def _most_rows(self, tokens: int) -> int:
         """Rows of the largest expert, three standard deviations above the mean of an even spread."""

@@ -17,7 +17,6 @@ from rose_dist.comm.layout import Layout, LayoutError
 from rose_dist.comm.symmetric_memory import SymmetricMemory
 from rose_dist.comm.tensor_group import TensorGroup
 from rose_dist.kernels import layer_meeting
-from rose_dist.kernels.combine_rotary import Unsummed
 from rose_dist.kernels.formats import FP8
 from rose_dist.kernels.fp8_experts import FEW, MANY, require
 from rose_dist.kernels.linear_add import MAX_ROWS
@@ -79,23 +78,21 @@ class GptOssDecoderLayer(nn.Module):
         return self.self_attn.takes_few(cache_dtype) and self.mlp.takes_few
 
     def forward_few(
-        self, x: Tensor | Unsummed, residual: Tensor, cos: Tensor, sin: Tensor, place: int, batch: GroupBatch,
-        live_rows: Tensor | None, after: RMSNorm, ahead: Tensor | None, leaves_sums: bool,
-    ) -> tuple[Tensor | Unsummed, Tensor]:  # fmt: skip
+        self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, place: int, batch: GroupBatch,
+        live_rows: Tensor | None, after: RMSNorm, ahead: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The same for up to `MAX_ROWS` tokens, in 6 launches for 12, or 7 with several ranks: norms, residuals,
         rotary, routing and dispatch go with the launches beside them.
 
         Args:
-            x: `residual`, the layer's input, normalised; or what makes both.
+            x: `residual`, the layer's input, normalised.
             ahead: the weights that are read after the layer's.
-            leaves_sums: whether the next layer makes its input itself: of one token, in 5 launches.
 
         Returns:
-            after(output) and the output, or what makes them, and then a tensor that is not used.
+            after(output), and the output.
         """
         total = self.self_attn.add_few(x, residual, cos, sin, place, batch)
-        finish = self.mlp.leave_few if leaves_sums else self.mlp.add_few
-        return finish(total, self.post_attention_layernorm, after, live_rows, ahead), total
+        return self.mlp.add_few(total, self.post_attention_layernorm, after, live_rows, ahead), total
 
 
 class GptOssModel(nn.Module):
@@ -154,16 +151,13 @@ class GptOssModel(nn.Module):
         layers = self.decoder_layers
         afters = [*(layer.input_layernorm for layer in layers[1:]), self.norm]
         # The rotary angles, which the next launch reads early, come from the embedding's.
-        state: Tensor | Unsummed = layers[0].input_layernorm(x, ends_chain=True)
+        normed: Tensor = layers[0].input_layernorm(x, ends_chain=True)
         aheads = [*(layer.self_attn.qkv_proj.weight for layer in layers[1:]), None]
-        alone = x.shape[0] == 1 and layers[0].mlp.leaves_sums
         for layer, after, ahead, (group, place) in zip(layers, afters, aheads, self.places, strict=True):
-            state, x = layer.forward_few(
-                state, x, cos, sin, place, batch.groups[group], batch.live_rows, after, ahead,
-                leaves_sums=alone and layer is not layers[-1],
-            )  # fmt: skip
-        assert isinstance(state, Tensor)
-        return state
+            normed, x = layer.forward_few(
+                normed, x, cos, sin, place, batch.groups[group], batch.live_rows, after, ahead
+            )
+        return normed
 
 
 class GptOssForCausalLM(nn.Module):
@@ -239,8 +233,7 @@ def _exchange(config: GptOssConfig, options: BuildOptions, tp: TensorGroup) -> A
     sizes = replace(sizes, partial_sums=sums_pay(sizes.top_k, groups))
     memory = None
     if groups.layout.moe_mode == "data_parallel":
-        tp_size, network = groups.layout.tp, not groups.topology.one_domain
-        size = region_bytes(sizes, groups.ep.size, tp=tp_size, network=network)
+        size = region_bytes(sizes, groups.topology, tp=groups.layout.tp)
         memory = SymmetricMemory(groups.ep, options.device, size, groups.topology.far)
     return create_all_to_all(sizes, groups, gpu, tp.reduce if isinstance(tp, GpuGroup) else None, memory)
 

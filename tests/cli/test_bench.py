@@ -68,6 +68,7 @@ def test_decode_runs_without_a_prefill_and_leaves_its_figures(folder: Path, kind
     (row,) = figures["figures"]
     assert row["batch"] == 2
     assert row["tok_s"] == pytest.approx(2e3 / row["ms_step"])
+    assert row["usd_per_mtok"] == pytest.approx(3 / (row["tok_s"] * 3600) * 1e6)
     assert 0 < row["experts_touched"] <= 1
     assert figures["context"] == 40
 
@@ -81,12 +82,15 @@ def test_decode_keeps_every_replica_at_work(folder: Path, layout: str, replicas:
     assert ranks.wait(timeout=120) == 0
     for row, batch in zip(json.loads((folder / "out" / "decode.json").read_text())["figures"], (2, 1), strict=True):
         assert row["tok_s"] == pytest.approx(replicas * batch * 1e3 / row["ms_step"])
+        assert row["usd_per_mtok"] * row["tok_s"] == pytest.approx(2 * 3 / 3600 * 1e6)
         if (replicas, batch) == (2, 1):
             assert row["experts_touched"] > 0.5  # 4 of 8 are one token's
 
 
 def test_prefill_with_fp8_experts(folder: Path) -> None:
     arguments = [str(folder), "--load-format", "random", "--prompt-tokens", "9", "--rounds", "1", "--no-profile"]
-    found = CliRunner().invoke(command, ["prefill", *arguments, "--moe-weights", "fp8"])
+    found = CliRunner().invoke(command, ["prefill", *arguments, "--moe-weights", "fp8", "--gpu-hour-usd", "7.2"])
     assert found.exit_code == 0, found.output
-    assert "prompt_tokens" in found.output
+    names, _, cells = (line.strip("| ").split(" | ") for line in found.output.splitlines() if line.startswith("|"))
+    row = dict(zip(names, map(float, cells), strict=True))
+    assert row["usd_per_mtok"] == pytest.approx(7.2 / row["tok_s"] / 3600 * 1e6, rel=0.01)

@@ -32,6 +32,8 @@ class Case:
     """By dispatch, of bf16 rows; then `dtype` and the scales' fields say nothing."""
     accumulate: bool = False
     partial_sums: bool = False
+    sum_ranks: int = 1
+    """Neighbours whose results are added up together, with `partial_sums`."""
     rows: tuple[int, ...] | None = None
     """Live rows, by replica."""
     seed: int = 0
@@ -135,10 +137,11 @@ def expected_sum(case: Case, batch: Batch, numbers: range, piece: int) -> torch.
 
 
 def expected_sum_by_rank(case: Case, batch: Batch, layout: Layout) -> torch.Tensor:
-    """[tokens, hidden] fp32: every rank's sum rounded, then added, each where the token first names the rank."""
+    """[tokens, hidden] fp32: every rank's (or node's) sum rounded, then added, each where the token first names it."""
     total, shares = torch.zeros(batch.x.shape[0], case.hidden), {}
-    for rank in range(layout.ep):
-        held = layout.at(rank).expert_range(case.experts)
+    for rank in range(0, layout.ep, case.sum_ranks):
+        ends = (layout.at(one).expert_range(case.experts) for one in (rank, rank + case.sum_ranks - 1))
+        held = range(next(ends).start, next(ends).stop)
         shares[held] = expected_sum(case, batch, held, 0).to(case.config.expert_dtype).float()
     for token in range(batch.live):
         named = [next(held for held in shares if n in held) for n in batch.routing.ids[token].tolist() if n >= 0]

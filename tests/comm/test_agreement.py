@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rose_dist.comm.agreement import AgreementError, check_agreement
-from rose_dist.comm.world import LaunchError, check_launch, check_size
+from rose_dist.comm.launcher import LaunchError, check_launch, check_size
 from tests.ranks import REPOSITORY, mpirun
 from tests.serve.conftest import demo_model
 

@@ -13,8 +13,7 @@ pytest.importorskip("cutlass")
 
 from rose_dist.comm.all_to_all.create import region_bytes
 from rose_dist.comm.all_to_all.local_gpu import GpuOptions
-from rose_dist.comm.all_to_all.nvlink import exchange_layout
-from rose_dist.comm.all_to_all.peer_to_peer import PeerToPeer
+from rose_dist.comm.all_to_all.peer_to_peer import PeerToPeer, network_layout
 from rose_dist.comm.layout import Layout
 from rose_dist.comm.symmetric_memory import Region
 from rose_dist.comm.topology import Topology
@@ -22,14 +21,13 @@ from rose_dist.kernels import nvshmem
 from rose_dist.kernels.arch import ARCHS
 from rose_dist.kernels.errors import KernelArgumentError
 from rose_dist.kernels.expert_slots import PackedLayout
-from rose_dist.kernels.network_layout import NetworkLayout
-from rose_dist.kernels.peer_regions import NETWORK_RECORD_STAGE, STAGES
+from rose_dist.kernels.peer_regions import HEADER_STAGE, NETWORK_RECORD_STAGE, STAGES
 from rose_dist.kernels.sync import WaitExpiredError
 from tests.comm.emulated import SMS, Cluster
 from tests.comm.oracle import Case
-from tests.comm.test_all_to_all import same_bits
+from tests.comm.test_all_to_all import BF16, same_bits
 from tests.comm.test_nvlink_gpu import DEVICE, SMALL, Exchange, Job, One, once
-from tests.comm.test_nvlink_schedules import plain_rows_from, report_of
+from tests.comm.test_nvlink_schedules import ordering, plain_rows_from, report_of
 from tests.ptx.cutedsl import compile_kernel
 from tests.ptx.errors import PtxError
 from tests.ptx.launch import Launch
@@ -42,17 +40,18 @@ class Nodes(Job):
 
     def __init__(
         self, case: Case, nodes: str, monkeypatch: pytest.MonkeyPatch, *, in_flight: int = 1, arch: str = "sm_90a",
-        max_tokens: int = 0,
+        max_tokens: int = 0, rails: bool = False,
     ) -> None:  # fmt: skip
-        """nodes: a letter a rank."""
+        """nodes: a letter a rank; rails: ranks forward."""
         ranks = len(nodes)
-        self.config = replace(case.config, max_tokens=max_tokens or case.config.max_tokens)
+        self.config = replace(case.config, max_tokens=max_tokens or case.config.max_tokens, rail_forwarding=rails)
         self.layout = Layout(ranks, tp=1, dp=ranks, ep=ranks)
-        sizes = exchange_layout(self.config, ranks, in_flight, network=True)
+        network = network_layout(self.config, Topology.of(nodes, 0), in_flight)
+        sizes = network.exchange
         monkeypatch.setattr(nvshmem, "bitcode", lambda arch: None)
         self.cluster = Cluster(ranks, sizes.region_bytes, monkeypatch, ARCHS[arch])
         machine = self.cluster.peers.machine
-        size = NetworkLayout(sizes).region_bytes
+        size = network.region_bytes
         self.networks = [machine.zeros(size, torch.uint8, gpu=g, name=f"network region of {g}") for g in range(ranks)]
         machine.register_symmetric(self.networks)
         machine.register_symmetric(self.cluster.peers.inboxes)
@@ -96,7 +95,15 @@ CHOSEN = [name for name in SMALL if name.startswith(PREFIXES) and not SMALL[name
 
 def test_sums_stay_within_a_node() -> None:
     with pytest.raises(KernelArgumentError, match="no partial sums"):
-        region_bytes(Case(partial_sums=True).config, 2, network=True)
+        region_bytes(Case(partial_sums=True).config, Topology.of("ab", 0))
+
+
+def test_rails_need_nodes_that_are_alike() -> None:
+    config = replace(Case().config, rail_forwarding=True)
+    for nodes in ("aab", "abab"):
+        with pytest.raises(ValueError, match="equally many ranks"):
+            region_bytes(config, Topology.of(nodes, 0))
+    assert region_bytes(config, Topology.of("aabb", 0))
 
 
 @pytest.mark.parametrize("name", CHOSEN)
@@ -107,10 +114,13 @@ def test_matrix_over_two_nodes(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         once(job, replace(case, seed=seed), seed)
 
 
-@pytest.mark.parametrize("nodes", ["aab", "abcd", "aaaabbbb"])
-def test_nodes_of_many_shapes(nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+SHAPES = [("aab", False), ("abcd", False), ("aaaabbbb", False), ("aabb", True), ("aaaabbbb", True), ("aabbccdd", True)]
+
+
+@pytest.mark.parametrize(("nodes", "rails"), SHAPES)
+def test_nodes_of_many_shapes(nodes: str, rails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(tokens=(5, 0, 18, 3), experts=len(nodes) * 2 + 1, top_k=3, hidden=16)
-    job = Nodes(case, nodes, monkeypatch)
+    job = Nodes(case, nodes, monkeypatch, rails=rails)
     for seed in range(2):
         once(job, replace(case, seed=seed), seed)
 
@@ -123,15 +133,35 @@ def test_messages_of_many_records(monkeypatch: pytest.MonkeyPatch) -> None:
         once(job, replace(case, routing=kind, seed=seed, tokens=(40, 33, 16, 17) if seed % 2 else (1, 0, 3)), seed)
 
 
-@pytest.mark.parametrize("nodes", ["ab", "aab", "abcd"])
-def test_many_tokens_travel_as_rows(nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("nodes", "rails"), [("ab", False), ("aab", False), ("abcd", False), *SHAPES[3:5]])
+def test_many_tokens_travel_as_rows(nodes: str, rails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks with more than three tokens send plain rows here, the others packets; one rank has none for a while."""
     plain_rows_from(4, monkeypatch)
     case = Case(tokens=(18, 3, 33, 4), experts=7, top_k=3, hidden=16, scale_dim=3)
-    job = Nodes(case, nodes, monkeypatch, max_tokens=40)
+    job = Nodes(case, nodes, monkeypatch, max_tokens=40, rails=rails)
     for seed, kind in enumerate(("uniform", "last_expert", "skips")):
         tokens = (18, 3, 33, 4) if seed != 1 else (5, 40, 0, 17)
         once(job, replace(case, routing=kind, seed=seed, tokens=tokens), seed)
+
+
+SUMMED = {
+    "some": Case(tokens=(5, 0, 18, 3), experts=9, top_k=4, dtype=BF16),
+    "duplicates": Case(tokens=(4, 3), experts=8, top_k=3, routing="duplicates"),
+    "top 12": Case(tokens=(3, 2), experts=17, top_k=12, dtype=BF16, accumulate=True),
+    "skips": Case(tokens=(5, 4), experts=5, top_k=3, routing="skips", rows=(4, 4, 0, 2)),
+}
+
+
+@pytest.mark.parametrize("most", [256, 3], ids=["packets", "plain rows"])
+@pytest.mark.parametrize(
+    ("name", "nodes"), [*((name, "aabb") for name in SUMMED), ("some", "aabbccdd"), ("some", "aaaabbbb")]
+)
+def test_nodes_add_up(name: str, nodes: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_rows_from(most + 1, monkeypatch)
+    case = replace(SUMMED[name], partial_sums=True, sum_ranks=nodes.count("a"))
+    job = Nodes(case, nodes, monkeypatch, rails=True)
+    for seed in range(2):
+        once(job, replace(case, seed=seed), seed)
 
 
 def test_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,9 +169,13 @@ def test_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
     once(Nodes(case, "aab", monkeypatch, arch="sm_100a"), case, 0)
 
 
-def test_two_exchanges_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+ODD_OR_RAILS = pytest.mark.parametrize(("nodes", "rails"), [("abb", False), ("aabb", True)])
+
+
+@ODD_OR_RAILS
+def test_two_exchanges_in_flight(nodes: str, rails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(tokens=(5, 3, 4), experts=6, top_k=2, hidden=16)
-    job = Nodes(case, "abb", monkeypatch, in_flight=2)
+    job = Nodes(case, nodes, monkeypatch, in_flight=2, rails=rails)
     for seed in range(3):
         first, second = (Exchange(job, replace(case, seed=2 * seed + i)) for i in range(2))
         first.dispatch("dispatch_send")
@@ -160,13 +194,20 @@ def test_two_exchanges_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
             exchange.check_out()
 
 
-def test_exchanges_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most", [256, 2], ids=["packets", "plain rows"])
+@pytest.mark.parametrize(
+    ("nodes", "rails", "sums"), [("abb", False, False), ("aabb", True, False), ("aabb", True, True)]
+)
+def test_exchanges_that_nobody_waits_for(
+    nodes: str, rails: bool, sums: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Buffers are used again while slow ranks are behind: five exchanges of one launch queue a GPU, whose experts give
     rows back as they came; only the last one's rows and results can be looked at.
     """
-    case = Case(tokens=(3, 2, 4), experts=5, top_k=2, hidden=16)
-    job = Nodes(case, "aab", monkeypatch)
-    for seed in range(3):
+    plain_rows_from(most + 1, monkeypatch)
+    case = Case(tokens=(3, 2, 4), experts=5, top_k=2, hidden=16, partial_sums=sums)
+    job = Nodes(case, nodes, monkeypatch, rails=rails)
+    for seed in range(2):
         for number in range(5):
             exchange = Exchange(job, replace(case, seed=10 * seed + number))
             exchange.dispatch()
@@ -174,7 +215,7 @@ def test_exchanges_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> Non
         job.run(seed)
         exchange.check_rows()
         for out, batch in zip(outs, exchange.batches, strict=True):
-            total = torch.zeros(batch.x.shape)
+            total = torch.zeros(batch.x.shape)  # in either order of summing, as there are two fp32 addends
             for place in range(case.top_k):
                 total += batch.routing.weights[:, place, None] * batch.x
             assert same_bits(out, total)
@@ -205,22 +246,116 @@ def test_a_weaker_wait_is_caught(kernel: str, new: str, monkeypatch: pytest.Monk
 
     job.cluster.peers.change = weakened
 
-    def several() -> None:
-        for seed in range(6):
-            once(job, replace(case, seed=seed), seed)
-
     with pytest.raises((PtxError, AssertionError)):
-        several()
+        several(job, case)
 
 
-def test_a_peer_that_sends_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(tokens=(2, 2), experts=2, top_k=1, hidden=16)
-    job = Nodes(case, "ab", monkeypatch)
+@pytest.mark.parametrize("most", [256, 2], ids=["packets", "plain rows"])
+def test_a_row_crosses_once_a_node(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the counts in the signals: three tokens for both ranks of the other node are three records at one of them."""
+    plain_rows_from(most + 1, monkeypatch)
+    case = Case(tokens=(3,), experts=4, top_k=4, hidden=16, routing="same")
+    job = Nodes(case, "aabb", monkeypatch, rails=True)
+    once(job, case, 0)
+    layout = job.moes[0].exchange.network
+    for rank, memory in enumerate(job.networks):
+        words = memory.view(torch.int32).tolist()
+        kind = "record" if most >= 3 else "row"
+        signals = words[layout.start(f"{kind}_signals") // 4 :]
+        sent = [signals[2 * (layout.groups + group)] & 255 for group in range(layout.groups)]  # exchange 1: copy 1
+        assert sent == [3 if group != rank // 2 else 0 for group in range(2)]
+
+
+def test_weakened_flags_of_results_to_be_summed_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At both ends: by whoever returns them, and by the rank that adds them up. Signals that it waits for again have
+    been acquired by the launch that landed them.
+    """
+    plain_rows_from(2, monkeypatch)
+    case = Case(tokens=(3, 2), experts=4, top_k=2, hidden=16, partial_sums=True, sum_ranks=2)
+    job = Nodes(case, "aabb", monkeypatch, rails=True)
     exchange = Exchange(job, case)
-    job.moes[0].exchange._wait = (job.cluster.peers.reports[0].data_ptr(), 30_000, 0)
-    with job.cluster.on(0):
-        arguments, named = exchange.arguments(0)
-        job.moes[0].dispatch(*arguments, **named)
+    exchange.dispatch()
+    job.run()
+    exchange.combine_send()
+    tried = set()
+    for name, program in programs_of(job).items():
+        for weakening in ordering(program):
+            if ".u64" in weakening.text or ("SumNode" in name and weakening.text.startswith("st")):
+                continue
+            tried.add(weakening.text.split(".")[0])
+
+            def change(launch: Launch, weakening: Any = weakening, name: str = name) -> Launch:
+                return weakening.apply(launch) if launch.program.kernel.name == name else launch
+
+            job = Nodes(case, "aabb", monkeypatch, rails=True)
+            job.cluster.peers.change = change
+            with pytest.raises((PtxError, AssertionError)):
+                several(job, case)
+    assert tried == {"st", "ld"}
+
+
+def test_every_weakened_flag_of_forwarded_rows_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits for the signals of messages, headers and chunks, and the release of the members' flags. One rank sends two
+    messages of packets; three chunks of the other node's ranks, which are slower, are forwarded by three blocks.
+    """
+    plain_rows_from(25, monkeypatch)
+    case = Case(tokens=(2, 24, 33, 33), experts=4, top_k=2, hidden=16)
+    job = Nodes(case, "aabb", monkeypatch, rails=True)
+    Exchange(job, case).dispatch()
+    program, tried = next(one for name, one in programs_of(job).items() if "LandRecords" in name), set()
+    for weakening in ordering(program):
+        tried.add(weakening.text.split(".")[0])
+
+        def change(launch: Launch, weakening: Any = weakening) -> Launch:
+            return weakening.apply(launch) if launch.program.kernel.name == program.kernel.name else launch
+
+        job = Nodes(case, "aabb", monkeypatch, rails=True)
+        job.cluster.peers.change = change
+        with pytest.raises((PtxError, AssertionError)):
+            several(job, case)
+    assert tried == {"st", "ld"}
+
+
+def programs_of(job: Nodes) -> dict[str, Program]:
+    """Of the launches that wait to be run, by name."""
+    return {one.program.kernel.name: one.program for queue in job.cluster.peers._launches for one in queue}
+
+
+def several(job: Nodes, case: Case) -> None:
+    for seed in range(6):
+        once(job, replace(case, seed=seed), seed)
+
+
+PAIRS = pytest.mark.parametrize(("nodes", "rails"), [("ab", False), ("aabb", True)])
+
+
+@PAIRS
+def test_a_peer_that_sends_nothing_is_named(nodes: str, rails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(tokens=(2, 2), experts=2, top_k=1, hidden=16)
+    job = Nodes(case, nodes, monkeypatch, rails=rails)
+    exchange = Exchange(job, case)
+    alone(job, exchange, 0)
     job.cluster.peers.run()
-    with pytest.raises(WaitExpiredError, match=f"rank 0 waited for rank 1 in {STAGES[NETWORK_RECORD_STAGE]}"):
+    far = len(nodes) // 2
+    with pytest.raises(WaitExpiredError, match=f"rank 0 waited for rank {far} in {STAGES[NETWORK_RECORD_STAGE]}"):
         report_of(job, 0).check()
+
+
+def test_a_forwarder_that_is_missing_shows_in_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 3 brings rank 1's rows to rank 2: that one waits for rank 1 or 3 and says so."""
+    case = Case(tokens=(2, 2), experts=4, top_k=1, hidden=16)
+    job = Nodes(case, "aabb", monkeypatch, rails=True)
+    exchange = Exchange(job, case)
+    for rank in (0, 1, 2):
+        alone(job, exchange, rank)
+    job.cluster.peers.run()
+    with pytest.raises(WaitExpiredError, match=f"rank 2 waited for rank [13] in {STAGES[HEADER_STAGE]}"):
+        report_of(job, 2).check()
+
+
+def alone(job: Nodes, exchange: Exchange, rank: int) -> None:
+    """A dispatch with a short limit."""
+    job.moes[rank].exchange._wait = (job.cluster.peers.reports[rank].data_ptr(), 30_000, rank)
+    with job.cluster.on(rank):
+        arguments, named = exchange.arguments(rank)
+        job.moes[rank].dispatch(*arguments, **named)

@@ -160,4 +160,4 @@ def test_a_place_is_the_tensor_there() -> None:
 def test_the_ladder_ends_where_steps_do() -> None:
     assert prefill_ladder_for(100) == (16, 32, 48, 64, 96, 100)
     assert prefill_ladder_for(64) == (16, 32, 48, 64)
-    assert prefill_ladder_for(8192)[-1] == 2048
+    assert prefill_ladder_for(8192)[-1] == 4096

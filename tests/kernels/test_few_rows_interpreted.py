@@ -12,8 +12,6 @@ pytest.importorskip("cutlass")
 from rose_dist.kernels import binary, jit, launch, registry
 from rose_dist.kernels.arch import ARCHS
 from rose_dist.kernels.combine_norm import combine_norm
-from rose_dist.kernels.combine_rotary import Unsummed, combine_rotary
-from rose_dist.kernels.cute.combine_rotary import CombineRotary
 from rose_dist.kernels.cute.linear_add import LinearAdd
 from rose_dist.kernels.cute.linear_rotary import LinearRotary
 from rose_dist.kernels.cute.route_rows import RouteRows
@@ -39,8 +37,7 @@ class Layer:
     waits before it lets others begin.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str, rows: int = ROWS) -> None:
-        self.rows = rows
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
         self.gpu = emulation.install(monkeypatch, ARCHS[arch])
         self.launches: list[Launch] = []
         monkeypatch.setattr(launch, "run", self._collect)
@@ -50,7 +47,7 @@ class Layer:
             place((torch.randn(shape) / 8).bfloat16()) for shape in ((128, HIDDEN), (HIDDEN, 64), (EXPERTS, HIDDEN))
         )
         self.bias, self.norm = place(torch.randn(128).bfloat16()), place((torch.rand(HIDDEN) + 0.5).bfloat16())
-        self.turns = [place(torch.rand(rows, HEAD_DIM // 2)) for _ in range(2)]
+        self.turns = [place(torch.rand(ROWS, HEAD_DIM // 2)) for _ in range(2)]
         self.load = place(torch.zeros(EXPERTS, dtype=torch.int64))
 
     def _collect(self, kernel: jit.Kernel, on: torch.Tensor, *arguments: object) -> None:
@@ -58,34 +55,22 @@ class Layer:
         self.launches += emulation.compiled(kernel)(*numbers, emulation.stream())
 
     def __call__(self, normed: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        q = linear_rotary(normed, self.qkv, self.bias, 1, *self.turns, self._cache())
+        make = torch.empty
+        device = normed.device
+        cache = PagedCache(
+            *(make(4, 1, HEAD_DIM, dtype=torch.bfloat16, device=device) for _ in range(2)),
+            self.gpu.tensor(torch.tensor([1, 3])),
+        )
+        q = linear_rotary(normed, self.qkv, self.bias, 1, *self.turns, cache)
         total = linear_add(q.flatten(1), self.o, None, x)
-        rows, slots, weights = self._routed(total)
-        results = rms_norm(rows, self.norm, EPS)
-        return combine_norm(results, slots, weights, total, self.norm, EPS), total
-
-    def alone(self, x: Unsummed) -> tuple[Unsummed, torch.Tensor]:
-        """A layer of one token, and its queries."""
-        q, residual = combine_rotary(x, self.qkv, self.bias, 1, *self.turns, self._cache())
-        total = linear_add(q.flatten(1), self.o, None, residual)
-        rows, slots, weights = self._routed(total)
-        return Unsummed(rms_norm(rows, self.norm, EPS), slots, weights, total, self.norm, EPS), q
-
-    def _cache(self) -> PagedCache:
-        shape, device = (4, 1, HEAD_DIM), self.qkv.device
-        stored = (torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
-        return PagedCache(*stored, self.gpu.tensor(torch.tensor([1, 3][: self.rows])))
-
-    def _routed(self, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Packed rows, slots and weights."""
-        make, device, rows = torch.empty, total.device, self.rows
         packed = PackedRows(
-            make(rows * 4, HIDDEN, dtype=torch.bfloat16, device=device), None,
-            make(rows, 4, dtype=torch.int32, device=device), make(EXPERTS, dtype=torch.int32, device=device),
+            make(ROWS * 4, HIDDEN, dtype=torch.bfloat16, device=device), None,
+            make(ROWS, 4, dtype=torch.int32, device=device), make(EXPERTS, dtype=torch.int32, device=device),
             make(EXPERTS + 1, dtype=torch.int64, device=device),
         )  # fmt: skip
         routed = route_rows(total, self.norm, EPS, self.router, None, Router(4), self.load, packed)
-        return packed.x, packed.slots, routed.weights
+        results = rms_norm(packed.x, self.norm, EPS, ends_chain=True)
+        return combine_norm(results, packed.slots, routed.weights, total, self.norm, EPS), total
 
 
 @pytest.fixture
@@ -117,49 +102,6 @@ def test_early_starts_change_nothing(layer: Layer) -> None:
             assert torch.equal(layer.gpu.plain(result), one)
 
 
-def one_token(monkeypatch: pytest.MonkeyPatch) -> tuple[Layer, list[torch.Tensor], list[torch.Tensor]]:
-    """As `two_layers`, of one token."""
-    layer = Layer(monkeypatch, "sm_90a", rows=1)
-    place = layer.gpu.tensor
-    state = Unsummed(
-        place(torch.randn(4, HIDDEN).bfloat16()), place(torch.tensor([[2, 0, 3, 1]]).int()), place(torch.rand(1, 4)),
-        place(torch.randn(1, HIDDEN).bfloat16()), layer.norm, EPS,
-    )  # fmt: skip
-    results = []
-    for _ in range(2):
-        state, q = layer.alone(state)
-        results += [q, state.residual, state.rows]
-    for one in layer.launches:
-        layer.gpu.machine.run([one], seed=0)
-    wanted = [layer.gpu.plain(result).clone() for result in results]
-    for result in results:
-        layer.gpu.plain_storage(result).zero_()
-    return layer, results, wanted
-
-
-def test_early_starts_of_one_token_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, results, wanted = one_token(monkeypatch)
-    assert len(layer.launches) == 8
-    for seed in range(5):
-        layer.gpu.machine.run(layer.launches, seed=seed)
-        for result, one in zip(results, wanted, strict=True):
-            assert torch.equal(layer.gpu.plain(result), one)
-
-
-def test_experts_rows_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, *_ = one_token(monkeypatch)
-    launches = layer.launches[:5]
-    hasty = next(w for w in weakenings(launches[4].program) if "griddepcontrol.wait" in w.text)
-    launches[4] = hasty.apply(launches[4])
-
-    def run() -> None:
-        for seed in range(20):
-            layer.gpu.machine.run(launches, seed=seed)
-
-    with pytest.raises(PtxError):
-        run()
-
-
 @pytest.mark.parametrize("which", [1, 2, 4], ids=["linear_add", "route_rows", "combine_norm"])
 def test_a_launch_without_its_wait_is_caught(layer: Layer, which: int) -> None:
     two_layers(layer)
@@ -177,14 +119,12 @@ def test_a_launch_without_its_wait_is_caught(layer: Layer, which: int) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_all_weights_are_under_way_before_the_wait(arch: str) -> None:
-    kinds = LinearAdd | LinearRotary | CombineRotary
-    kernels: list[Any] = [k for k in registry._few_rows(ARCHS[arch]) if isinstance(k, kinds)]
-    assert len(kernels) == 3
+    kernels: list[Any] = [k for k in registry._few_rows(ARCHS[arch]) if isinstance(k, LinearAdd | LinearRotary)]
+    assert len(kernels) == 2
     for kernel in kernels:
         compiled, weights = jit.compile_binary(kernel), kernel.weights
         before, after = compiled.ptx.split("griddepcontrol.wait;")
-        norms = kernel.steps if isinstance(kernel, CombineRotary) else 0
-        assert before.count("ld.global.L1::no_allocate.L2::cache_hint.L2::256B.v4.b32") == 2 * weights.held + norms
+        assert before.count("ld.global.L1::no_allocate.L2::cache_hint.L2::256B.v4.b32") == 2 * weights.held
         assert before.count("cp.async.cg.shared.global.L2::cache_hint.L2::256B") == 2 * (weights.runs - weights.held)
         assert "L2::256B" not in after
         assert after.count("mma.sync.aligned.m16n8k16") == 2 * weights.runs

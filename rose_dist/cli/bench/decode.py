@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rose_dist.cli.bench.price import gpu_hour_usd, usd_per_mtok
 from rose_dist.cli.bench.results import plot, table, write
 from rose_dist.cli.engine_options import EngineOptions, engine_options, joined, load_engine
 
@@ -36,10 +37,12 @@ PROFILED = 8
 @click.option("--context", type=click.IntRange(min=2), default=1024, show_default=True, help="Tokens before the first.")
 @click.option("--steps", type=click.IntRange(min=1), default=50, show_default=True, help="Timed steps a batch size.")
 @click.option("--profile/--no-profile", "profiled", default=True, show_default=True, help="Kernel by kernel.")
+@gpu_hour_usd
 @click.option("--results", type=click.Path(file_okay=False, path_type=Path), help="Folder for table, JSON and plot.")
 def command(
-    options: EngineOptions, *, batches: tuple[int, ...], context: int, steps: int, profiled: bool, results: Path | None
-) -> None:
+    options: EngineOptions, *, batches: tuple[int, ...], context: int, steps: int, profiled: bool, gpu_hour_usd: float,
+    results: Path | None,
+) -> None:  # fmt: skip
     """Time decode steps of MODEL with requests whose context is random keys and values: no prefill is needed.
 
     ms_step, tokens a second and the share of the floor go by the median step; mean and longest stand beside it.
@@ -70,7 +73,7 @@ def command(
         _fill_cache(engine)
         rows, texts = [], []
         for batch in batches:
-            row, text = _measure(engine, batch, context, steps, profiled, rate)
+            row, text = _measure(engine, batch, context, steps, profiled, rate, gpu_hour_usd)
             rows.append(row)
             texts.append(text)
             say(table([row]).splitlines()[2] if len(rows) > 1 else table([row]))
@@ -96,7 +99,7 @@ def _fill_cache(engine: Engine) -> None:
 
 
 def _measure(
-    engine: Engine, batch: int, context: int, steps: int, profiled: bool, copy_rate: float
+    engine: Engine, batch: int, context: int, steps: int, profiled: bool, copy_rate: float, gpu_hour_usd: float
 ) -> tuple[dict[str, Any], str]:
     from rose_dist.cli.bench.expert_spread import touched_share, uniform_share  # noqa: PLC0415  imports torch
     from rose_dist.cli.bench.floor import floor_bytes, synchronize  # noqa: PLC0415
@@ -119,12 +122,15 @@ def _measure(
             found = breakdown(engine.step, PROFILED)
             idle, text = found.idle, found.text()
     floor = floor_bytes(model, batch, context, touched) / copy_rate
+    layout = engine.groups.layout
+    tokens_per_s = batch * layout.dp / seconds
     row = {
         "batch": batch,
         "ms_step": seconds * 1e3,
         "ms_mean": statistics.mean(times) * 1e3,
         "ms_most": max(times) * 1e3,
-        "tok_s": batch * engine.groups.layout.dp / seconds,
+        "tok_s": tokens_per_s,
+        "usd_per_mtok": usd_per_mtok(tokens_per_s, layout.world, gpu_hour_usd),
         "floor_ms": floor * 1e3,
         "share_of_floor": floor / seconds,
         "experts_touched": touched,

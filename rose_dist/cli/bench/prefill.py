@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from rose_dist.cli.bench.price import gpu_hour_usd, usd_per_mtok
 from rose_dist.cli.bench.results import plot, table, write
 from rose_dist.cli.engine_options import EngineOptions, engine_options
 from rose_dist.cli.offline import new_request, offline_session, raise_if_refused
@@ -26,12 +27,15 @@ APART_S = 0.02
 @click.option("--prompt-tokens", "lengths", type=click.IntRange(min=1), multiple=True, default=(128, 1024, 4000))
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="After two that warm up.")
 @click.option("--profile/--no-profile", "profiled", default=True, show_default=True, help="Kernel by kernel.")
+@gpu_hour_usd
 @click.option("--results", type=click.Path(file_okay=False, path_type=Path), help="Folder for table, JSON and plot.")
 def command(
-    options: EngineOptions, *, lengths: tuple[int, ...], rounds: int, profiled: bool, results: Path | None
-) -> None:
+    options: EngineOptions, *, lengths: tuple[int, ...], rounds: int, profiled: bool, gpu_hour_usd: float,
+    results: Path | None,
+) -> None:  # fmt: skip
     """Time single random prompts of MODEL up to their first token; the median of some.
 
+    usd_per_mtok pays for all ranks, though of several replicas one has the prompt.
     device_ms and idle_share are of the time from a prompt's first to its last kernel, profiled.
     """
     with offline_session(options) as session:
@@ -50,6 +54,7 @@ def command(
                 "prompt_tokens": length,
                 "ms": seconds * 1e3,
                 "tok_s": length / seconds,
+                "usd_per_mtok": usd_per_mtok(length / seconds, session.engine.groups.layout.world, gpu_hour_usd),
                 "ms_most": max(times) * 1e3,
                 "experts_touched": touched_share(session.engine, lambda length=length: _run(session, length)),  # type: ignore[misc]
                 "touched_if_uniform": uniform_share(model, length),

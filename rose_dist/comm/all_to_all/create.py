@@ -8,15 +8,15 @@ from rose_dist.comm.all_to_all.local import Local
 from rose_dist.comm.all_to_all.local_gpu import GpuOptions
 from rose_dist.comm.all_to_all.mpi import Mpi
 from rose_dist.comm.all_to_all.nvlink import NvLink, exchange_layout
-from rose_dist.comm.all_to_all.peer_to_peer import PeerToPeer
+from rose_dist.comm.all_to_all.peer_to_peer import PeerToPeer, network_layout
 from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig
 from rose_dist.comm.all_to_all.split_tokens import SplitTokens, part_of
 from rose_dist.comm.all_to_all.tensor_parallel import TensorParallel
 from rose_dist.comm.symmetric_memory import SymmetricMemory
+from rose_dist.comm.topology import Topology
 from rose_dist.comm.world import Groups
 from rose_dist.kernels.all_reduce import AllReduce
 from rose_dist.kernels.arch import device_info
-from rose_dist.kernels.network_layout import NetworkLayout
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def create(
     ranks the symmetric `memory` of their expert-parallel group, made with `groups.topology.far` and with `region_bytes`
     left in it.
 
-    Raises `ValueError` on every rank if they give different sizes.
+    Raises `ValueError` on every rank if they give different sizes, or nodes' sums are asked for that can't be had.
     """
     chosen = _choose(config, groups, gpu, all_reduce, memory)
     experts = chosen.local_experts
@@ -57,6 +57,8 @@ def _choose(
     if layout.moe_mode == "data_parallel":
         if gpu is not None:
             return _between_gpus(config, groups, gpu, all_reduce, memory)
+        if config.partial_sums and config.rail_forwarding and not groups.topology.one_domain:
+            raise ValueError("CPU ranks add up results by rank, not by node: leave out partial_sums or rail_forwarding")
         if layout.tp > 1:
             return SplitTokens(config, groups.tp, lambda part: Mpi(part, groups.ep))
         return Mpi(config, groups.ep)
@@ -85,9 +87,12 @@ def _between_gpus(
     return SplitTokens(config, groups.tp, between, all_reduce)
 
 
-def region_bytes(config: AllToAllConfig, ranks: int, in_flight: int = 1, *, tp: int = 1, network: bool = False) -> int:
-    """What `create` takes of the symmetric memory for experts spread over so many GPUs, each `tp` of which have the
-    same tokens. network: some are on other nodes.
+def region_bytes(config: AllToAllConfig, topology: Topology, in_flight: int = 1, *, tp: int = 1) -> int:
+    """What `create` takes of the symmetric memory for experts spread over the GPUs of `topology`, each `tp` of which
+    have the same tokens.
     """
-    layout = exchange_layout(part_of(config, tp), ranks, in_flight, network=network)
-    return layout.region_bytes + (NetworkLayout(layout).region_bytes if network else 0)
+    part = part_of(config, tp)
+    if topology.one_domain:
+        return exchange_layout(part, len(topology.nodes), in_flight).region_bytes
+    layout = network_layout(part, topology, in_flight)
+    return layout.exchange.region_bytes + layout.region_bytes

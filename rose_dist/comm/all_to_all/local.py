@@ -127,29 +127,15 @@ class Local(AllToAll):
         self, expert_out: torch.Tensor, dispatched: Dispatched, residual: torch.Tensor, norm_weight: torch.Tensor,
         eps: float,
     ) -> torch.Tensor:  # fmt: skip
-        handle = self._combine_on_gpu(expert_out, dispatched)
-        result = self.reduce_norm_on_gpu(handle, residual, norm_weight, eps)
-        handle.release()
-        return result
-
-    @property
-    def sums_at_home(self) -> bool:
-        return self.packs_only
-
-    def leave_sums(self, expert_out: torch.Tensor, dispatched: Dispatched) -> tuple[torch.Tensor, torch.Tensor]:
-        handle = self._combine_on_gpu(expert_out, dispatched)
-        handle.release()  # the next dispatch packs its rows behind that launch, as they are of one stream
-        return handle.packed.slots, handle.routing.weights
-
-    def _combine_on_gpu(self, expert_out: torch.Tensor, dispatched: Dispatched) -> GpuHandle:
-        """Both halves of `combine` but for its launch."""
         handle = dispatched.handle
         assert isinstance(handle, GpuHandle)
         check_combine(self.config, expert_out, dispatched.x.shape[0])
         handle.enter(self, "combine_send")
         handle.enter(self, "combine_recv")
         handle.expert_out = expert_out
-        return handle
+        result = self.reduce_norm_on_gpu(handle, residual, norm_weight, eps)
+        handle.release()
+        return result
 
     def reduce_norm_on_gpu(
         self, handle: GpuHandle, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float

@@ -14,13 +14,8 @@ from rose_dist.comm.all_to_all.packing import check_combine, check_live, check_o
 from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig, Dispatched, Handle, Routing, with_bias
 from rose_dist.comm.layout import even_split
 from rose_dist.comm.symmetric_memory import Ranks, Region
-from rose_dist.kernels.exchange_layout import (
-    CHUNK,
-    NVLINK_CHUNKS,
-    PACKET_TOKENS,
-    RESULT_PACKET_BYTES,
-    ExchangeLayout,
-)
+from rose_dist.kernels.exchange_layout import ExchangeLayout
+from rose_dist.kernels.exchange_sizes import CHUNK, NVLINK_CHUNKS, PACKET_TOKENS, RESULT_PACKET_BYTES
 from rose_dist.kernels.expert_exchange import ExpertExchange, ReceivedRows, received_rows
 
 
@@ -170,9 +165,12 @@ class NvLink(AllToAll):
         return handle
 
 
-def exchange_layout(config: AllToAllConfig, ranks: int, in_flight: int, *, network: bool = False) -> ExchangeLayout:
+def exchange_layout(
+    config: AllToAllConfig, ranks: int, in_flight: int, *, network: bool = False, node_ranks: int = 0
+) -> ExchangeLayout:
     """Of the memory that so many ranks need; raises `KernelArgumentError` for sizes that don't fit. network: some are
-    on other nodes, whose messages are larger and carry rows as they are given.
+    on other nodes, whose messages are larger and carry rows as they are given. node_ranks: of each node, if it is that
+    which makes partial sums.
     """
     result_bytes = config.hidden * config.expert_dtype.itemsize
     return ExchangeLayout(
@@ -181,5 +179,5 @@ def exchange_layout(config: AllToAllConfig, ranks: int, in_flight: int, *, netwo
         result_bytes=result_bytes, in_flight=in_flight,
         most_packet_tokens=PACKET_TOKENS, most_result_packet_bytes=1 << 62 if network else RESULT_PACKET_BYTES,
         chunk=CHUNK if network else NVLINK_CHUNKS.select(result_bytes), quantized=None if network else config.quantized,
-        partial_sums=config.partial_sums,
+        partial_sums=config.partial_sums and not node_ranks, node_ranks=node_ranks,
     )  # fmt: skip

@@ -28,18 +28,34 @@ class PeerToPeer(NvLink):
         sms: int,
     ) -> None:
         """Collective over `group`. `take`: as for `NvLink`; the addresses of ranks of other nodes are not used."""
-        self.topology = topology
+        self.topology, self._rails = topology, topology.rails if config.rail_forwarding else None
         super().__init__(config, group, options, take, sms)
 
     def lay_out(self, config: AllToAllConfig, ranks: int, in_flight: int) -> ExchangeLayout:
-        return exchange_layout(config, ranks, in_flight, network=True)
+        return network_layout(config, self.topology, in_flight).exchange
 
     def build(
         self, group: Ranks, options: GpuOptions, take: Callable[[int], Region], region: Region, sms: int
     ) -> ExpertExchange:
-        network = take(NetworkLayout(self.layout).region_bytes)
+        network = take(network_layout(self.config, self.topology, options.in_flight).region_bytes)
         regions = tuple(0 if self.topology.is_far(rank) else address for rank, address in enumerate(region.addresses))
         return NetworkExchange(
             self.layout, options.device, group.rank, regions, network=network.addresses[group.rank],
-            far=self.topology.far, packed=options.layout, result_dtype=self.config.expert_dtype, sms=sms,
+            far=self.topology.far, rails=self._rails, packed=options.layout, result_dtype=self.config.expert_dtype,
+            sms=sms,
         )  # fmt: skip
+
+
+def network_layout(config: AllToAllConfig, topology: Topology, in_flight: int) -> NetworkLayout:
+    """Of the memory that messages need, and of the rest. Raises `ValueError` for `rail_forwarding` between nodes that
+    are not alike, and `KernelArgumentError` for sizes that don't fit.
+    """
+    if config.rail_forwarding and not topology.alike:
+        raise ValueError(
+            f"rail_forwarding needs nodes of equally many ranks, neighbours in rank order, not {topology}: "
+            "place ranks by node, as many on each, or leave it out"
+        )
+    members = len(topology.members[0]) if config.rail_forwarding else 1
+    summing = members if config.rail_forwarding and config.partial_sums else 0
+    exchange = exchange_layout(config, len(topology.nodes), in_flight, network=True, node_ranks=summing)
+    return NetworkLayout(exchange, members)

@@ -38,6 +38,11 @@ class AllToAllConfig:
     partial_sums: bool = False
     """Where rows travel, each rank adds up its own experts' results of a token and sends one row back, rounded to
     `expert_dtype`; `combine` says in which order. Fewer bytes, and one rounding more a rank."""
+    rail_forwarding: bool = False
+    """Between nodes, a row goes once to each node that it is for, to the rank on the sender's rail, which passes it on
+    to the ranks there. Results come back from each of them; with `partial_sums`, which between nodes need this, each
+    node, not each rank, adds up its experts' results of a token and sends one row back, on the same way. All nodes must
+    have equally many ranks."""
 
     def in_format(self, quantized: BlockFormat) -> AllToAllConfig:
         """The same with rows that dispatch quantises. Results keep their dtype."""
@@ -219,17 +224,6 @@ class AllToAll(Protocol):
     ) -> torch.Tensor:  # fmt: skip
         """`combine` where `packs_only`, added to `residual` [tokens, hidden] in place, and that normalised, as
         `kernels.combine_norm` does it.
-        """
-        raise RuntimeError(f"{type(self).__name__} does more than to add up rows")
-
-    @property
-    def sums_at_home(self) -> bool:
-        """Whether `leave_sums` serves: all results that a token needs are on its GPU."""
-        return False
-
-    def leave_sums(self, expert_out: torch.Tensor, dispatched: Dispatched) -> tuple[torch.Tensor, torch.Tensor]:
-        """`combine` where `sums_at_home`, but for the sums themselves, which a later launch of this stream makes: of
-        the rows of `expert_out` in these slots, int32 [tokens, top_k], −1 for none, times these weights, fp32.
         """
         raise RuntimeError(f"{type(self).__name__} does more than to add up rows")
 

@@ -44,10 +44,6 @@ class TensorParallel(Local):
     def packs_only(self) -> bool:
         return self.all_reduce is not None and self._packs_compactly
 
-    @property
-    def sums_at_home(self) -> bool:
-        return False
-
     def check(self) -> None:
         super().check()
         if self.all_reduce is not None:

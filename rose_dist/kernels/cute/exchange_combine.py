@@ -126,36 +126,75 @@ class ExchangeCombine(jit.Kernel):
             inside = Boolean(tiling.inside(split, thread, turn))
             packet = vector.select(inside, tiling.packet(split, thread, turn), Int32(0))
             total, seen = [Float32(0.0)] * (PACKET_WORDS * self.each), Uint32(0)
+            near = total
+            if const_expr(self.layout.node_ranks > 0):
+                near, alive = self.sum_near(
+                    token, packet, inside, inbox, ids, weights, epoch, alive, limit_ns, report, rank
+                )
             for first in range_constexpr(0, self.layout.top_k, AT_ONCE):
                 places = list(range(first, vector.const_min(first + AT_ONCE, self.layout.top_k)))
                 experts = [vector.scalar(ids + (pairs + j) * 4, Int32)[0] for j in places]
                 wanted = [Boolean((e >= 0) & (e < self.layout.experts)) for e in experts]
-                if const_expr(self.layout.partial_sums):
+                if const_expr(self.layout.weighted):
                     wanted, seen = first_places(self.layout, wanted, experts, seen)
                 wanted = [Boolean(w & inside) for w in wanted]
                 addresses = [inbox + ((pairs + j) * self.layout.result_packets + packet) * PACKET_BYTES for j in places]
-                senders = [
-                    owner(self.layout, vector.select(w, e, Int32(0))) for w, e in zip(wanted, experts, strict=True)
-                ]
+                senders = self.senders(wanted, experts)
+                mine = [Boolean(False)] * len(places)
+                if const_expr(self.layout.node_ranks > 0):
+                    mine = [w & self.is_near(sender, rank) for w, sender in zip(wanted, senders, strict=True)]
+                    wanted = [Boolean(w & ~m) for w, m in zip(wanted, mine, strict=True)]
                 received = cute.make_rmem_tensor(4 * len(places), Uint32)
                 alive = packets.receive(
                     addresses, wanted, senders, epoch, received, alive, limit_ns, report, rank, RESULT_STAGE
                 )
-                total = self.add(total, received, wanted, [weights + (pairs + j) * 4 for j in places])
+                total = self.add(total, received, wanted, [weights + (pairs + j) * 4 for j in places], mine, near)
             self.write(token, packet, inside, total, out)
         return alive
 
-    def add(self, total: Any, received: Any, wanted: Any, weights: Any) -> Any:
-        """The sums with the received results, in order; other ranks' sums have their weights already."""
-        for number, (valid, address) in enumerate(zip(wanted, weights, strict=True)):
-            words = [received[4 * number + i] for i in range(PACKET_WORDS)]
-            values = [value for word in words for value in packets.widen(word, self.dtype)]
-            if not self.layout.partial_sums:
-                weight = vector.scalar(address, Float32)[0]
-                values = [ptx.product(weight, value) for value in values]
-            summed = [a + b for a, b in zip(total, values, strict=True)]
-            total = [Float32(vector.select(valid, new, old)) for new, old in zip(summed, total, strict=True)]
+    def add(self, total: Any, received: Any, wanted: Any, weights: Any, mine: Any, near: Any) -> Any:
+        """The sums with the received results, in order; others' sums have their weights already. mine: at which place
+        this node's sum, `near`, is added.
+        """
+        if not self.layout.weighted:
+            loaded = [vector.scalar(address, Float32)[0] for address in weights]
+            return add_received(total, received, wanted, loaded, self.dtype)
+        for number, here in enumerate(mine):
+            one = received_values(received, number, self.dtype)
+            if self.layout.node_ranks:
+                one = [vector.select(here, own, other) for own, other in zip(near, one, strict=True)]
+            total = add_where(total, Boolean(wanted[number] | here), one)
         return total
+
+    def senders(self, wanted: Any, experts: Any) -> list[Any]:
+        return [owner(self.layout, vector.select(w, e, Int32(0))) for w, e in zip(wanted, experts, strict=True)]
+
+    def is_near(self, sender: Any, rank: Any) -> Any:
+        """Whether a rank is of this one's node."""
+        return sender // self.layout.node_ranks == rank // self.layout.node_ranks
+
+    def sum_near(
+        self, token: Any, packet: Any, inside: Any, inbox: Any, ids: Any, weights: Any, epoch: Any, alive: Any,
+        limit_ns: Any, report: Any, rank: Any,
+    ) -> tuple[list[Any], Any]:  # fmt: skip
+        """This node's sum, rounded as those that travel."""
+        layout: Any = self.layout
+        pairs, total = Int64(token) * layout.top_k, [Float32(0.0)] * (PACKET_WORDS * self.each)
+        for first in range(0, layout.top_k, AT_ONCE):
+            places = list(range(first, min(first + AT_ONCE, layout.top_k)))
+            experts = [vector.scalar(ids + (pairs + j) * 4, Int32)[0] for j in places]
+            valid = [Boolean((e >= 0) & (e < layout.experts)) for e in experts]
+            senders = self.senders(valid, experts)
+            wanted = [Boolean(v & inside & self.is_near(s, rank)) for v, s in zip(valid, senders, strict=True)]
+            addresses = [inbox + ((pairs + j) * layout.result_packets + packet) * PACKET_BYTES for j in places]
+            received = cute.make_rmem_tensor(4 * len(places), Uint32)
+            alive = packets.receive(
+                addresses, wanted, senders, epoch, received, alive, limit_ns, report, rank, RESULT_STAGE
+            )
+            loaded = [vector.scalar(weights + (pairs + j) * 4, Float32)[0] for j in places]
+            total = add_received(total, received, wanted, loaded, self.dtype)
+        words = [packets.narrow(total[i : i + self.each], self.dtype) for i in range(0, len(total), self.each)]
+        return [value for word in words for value in packets.widen(Uint32(word), self.dtype)], alive
 
     @cute.jit
     def write(self, token: Int32, packet: Int32, inside: Boolean, total: list[Any], out: Int64) -> None:
@@ -170,3 +209,22 @@ class ExchangeCombine(jit.Kernel):
                     before = vector.load(target, kind, self.each, size).to(Float32)
                     values = [before[n] + value for n, value in enumerate(values)]
                 vector.store_words(target, [value.to(kind) for value in values], kind, size)
+
+
+def received_values(received: Any, number: int, dtype: torch.dtype) -> list[Any]:
+    """Of packet `number` of those received, as fp32."""
+    words = [received[4 * number + i] for i in range(PACKET_WORDS)]
+    return [value for word in words for value in packets.widen(word, dtype)]
+
+
+def add_where(total: list[Any], valid: Any, values: list[Any]) -> list[Any]:
+    summed = [a + b for a, b in zip(total, values, strict=True)]
+    return [Float32(vector.select(valid, new, old)) for new, old in zip(summed, total, strict=True)]
+
+
+def add_received(total: list[Any], received: Any, wanted: list[Any], weights: list[Any], dtype: torch.dtype) -> Any:
+    """The sums with the weighted elements of the received packets that are `wanted`, in order."""
+    for number, (valid, weight) in enumerate(zip(wanted, weights, strict=True)):
+        values = [ptx.product(weight, value) for value in received_values(received, number, dtype)]
+        total = add_where(total, valid, values)
+    return total

@@ -10,7 +10,8 @@ from rose_dist.kernels.cute import packets
 from rose_dist.kernels.cute.exchange_receive import RecordReceiver
 from rose_dist.kernels.cute.exchange_send import PacketSender
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, const_expr, cute
-from rose_dist.kernels.exchange_layout import PACKETS, RETURNS, ExchangeLayout
+from rose_dist.kernels.exchange_layout import ExchangeLayout
+from rose_dist.kernels.exchange_sizes import PACKETS, RETURNS
 from rose_dist.kernels.exchange_tiling import PacketTiling, record_tiling
 from rose_dist.kernels.expert_slots import PackedLayout
 

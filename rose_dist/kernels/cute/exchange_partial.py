@@ -85,25 +85,36 @@ class PartialSums:
         target = results + (Int64(token) * layout.top_k + lowest(here)) * layout.result_bytes
         for first in range(part * (WARP * UNROLL), vectors, parts * (WARP * UNROLL)):
             numbers = [vector.min_of(first + lane + i * WARP, Int32(vectors - 1)) for i in range(UNROLL)]
-            total, left = zeros(UNROLL * 4 * self.each), here
-            for _ in range(0, Int32(cute.arch.popc(here)), PLACES_AT_ONCE):
-                there, weights, words = [], [], []
-                for _ in range_constexpr(PLACES_AT_ONCE):
-                    slot = cute.arch.shuffle_sync(row, lowest(left))
-                    there.append(Boolean(left != 0))
-                    weights.append(cute.arch.shuffle_sync(weight, lowest(left)))
-                    source = expert_out + Int64(vector.max_of(slot, Int32(0))) * row_stride
-                    wanted = Boolean((left != 0) & (slot >= 0))
-                    words.append([ptx.load_16b_where(wanted, source + Int64(n) * 16) for n in numbers])
-                    left = left & (left - Uint32(1))
-                for i in range_constexpr(PLACES_AT_ONCE):
-                    if there[i]:
-                        for n in range_constexpr(UNROLL):
-                            add(total, n * 4 * self.each, words[i][n], weights[i], self.dtype)
+            total = zeros(UNROLL * 4 * self.each)
+            self.add_places(total, expert_out, row_stride, row, weight, here, numbers)
             summed = rounded(total, self.dtype)
             for i in range_constexpr(UNROLL):
                 if (first + lane + i * WARP < vectors) & (here != 0):
                     ptx.store_packet(target + Int64(numbers[i]) * 16, tuple(summed[4 * i : 4 * i + 4]))
+
+    @cute.jit
+    def add_places(
+        self, total: cute.Tensor, expert_out: Int64, row_stride: Int64, row: Int32, weight: Float32, here: Uint32,
+        numbers: list[Any],
+    ) -> None:  # fmt: skip
+        """Add a thread's vectors `numbers` of the weighted results of the places in `here`, as bits; lane j of the warp
+        has the row of place j, < 0 for zeros, and its weight.
+        """
+        left = here
+        for _ in range(0, Int32(cute.arch.popc(here)), PLACES_AT_ONCE):
+            there, weights, words = [], [], []
+            for _ in range_constexpr(PLACES_AT_ONCE):
+                slot = cute.arch.shuffle_sync(row, lowest(left))
+                there.append(Boolean(left != 0))
+                weights.append(cute.arch.shuffle_sync(weight, lowest(left)))
+                source = expert_out + Int64(vector.max_of(slot, Int32(0))) * row_stride
+                wanted = Boolean((left != 0) & (slot >= 0))
+                words.append([ptx.load_16b_where(wanted, source + Int64(n) * 16) for n in numbers])
+                left = left & (left - Uint32(1))
+            for i in range_constexpr(PLACES_AT_ONCE):
+                if there[i]:
+                    for n in range_constexpr(UNROLL):
+                        add(total, n * 4 * self.each, words[i][n], weights[i], self.dtype)
 
 
 def result_words(layout: Any, expert_out: Any, row_stride: Any, row: Any, packet: Any) -> list[Any]:

@@ -11,7 +11,8 @@ from typing import Any
 from rose_dist.kernels import ptx, vector
 from rose_dist.kernels.cute import packets
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Uint8, Uint32, Uint64, const_expr, cute, cutlass
-from rose_dist.kernels.exchange_layout import HEADER_WORDS, NO_PLACE, ORDINAL_BITS, ROWS, ExchangeLayout
+from rose_dist.kernels.exchange_layout import ExchangeLayout
+from rose_dist.kernels.exchange_sizes import HEADER_WORDS, NO_PLACE, ORDINAL_BITS, ROWS
 from rose_dist.kernels.peer_regions import HEADER_STAGE, PACKET_BYTES, PACKET_WORDS
 from rose_dist.kernels.variants import WARP
 
@@ -41,12 +42,13 @@ def owner(layout: Any, expert: Any) -> Any:
 
 
 def first_places(layout: Any, valid: list[Any], experts: list[Any], seen: Any) -> tuple[list[Any], Any]:
-    """Of some places of a token's top k, which are the first of their expert's rank; `seen`: u32, the ranks of earlier
-    places as bits, also returned with those of these places.
+    """Of some places of a token's top k, which are the first of their expert's rank, or node with `node_ranks`; `seen`:
+    u32, the ranks or nodes of earlier places as bits, also returned with those of these places.
     """
     first = []
     for here, expert in zip(valid, experts, strict=True):
-        bit = Uint32(1) << Uint32(owner(layout, vector.select(here, expert, Int32(0))))
+        rank = owner(layout, vector.select(here, expert, Int32(0)))
+        bit = Uint32(1) << Uint32(rank // max(1, layout.node_ranks))
         first.append(Boolean(here & (seen & bit == 0)))
         seen = Uint32(vector.select(here, seen | bit, seen))
     return first, seen
@@ -61,6 +63,19 @@ def place(layout: Any, expert: Any, ordinal: Any) -> Any:
     """The word of `meta` for an expert ≥ 0 whose pair is the source's number `ordinal`."""
     local = expert - first_expert(layout, owner(layout, expert))
     return Uint32(local << ORDINAL_BITS | ordinal)
+
+
+def across(expert: Any, ordinal: Any) -> Any:
+    """The same in a message to several ranks, which says the expert's number among all."""
+    return Uint32(expert << ORDINAL_BITS | ordinal)
+
+
+def arrived(layout: Any, word: Any) -> tuple[Any, Any]:
+    """What became of a word of `across`: the expert's rank, −1 if `NO_PLACE`, and that rank's word of `meta`."""
+    there = word != Uint32(NO_PLACE)
+    expert = Int32(vector.select(there, Int32(word >> Uint32(ORDINAL_BITS)), Int32(0)))
+    mine = place(layout, expert, Int32(word & Uint32(ORDINAL_MASK)))
+    return Int32(vector.select(there, owner(layout, expert), Int32(-1))), mine
 
 
 def copy_of(epoch: Any, copies: int) -> Any:

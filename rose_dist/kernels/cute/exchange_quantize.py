@@ -14,7 +14,8 @@ from typing import Any
 from rose_dist.kernels import block_scale, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.dsl import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
-from rose_dist.kernels.exchange_layout import UNIT_PACKETS, UNIT_VALUES, UNIT_WORDS, ExchangeLayout
+from rose_dist.kernels.exchange_layout import ExchangeLayout
+from rose_dist.kernels.exchange_sizes import UNIT_PACKETS, UNIT_VALUES, UNIT_WORDS
 from rose_dist.kernels.exchange_tiling import PacketTiling
 from rose_dist.kernels.formats import BlockFormat, Scale
 from rose_dist.kernels.peer_regions import PACKET_WORDS

@@ -16,7 +16,8 @@ from rose_dist.kernels.cute.exchange_partial import PartialSums, result_words
 from rose_dist.kernels.cute.exchange_parts import Arrivals, copy_of, peer
 from rose_dist.kernels.cute.expert_slots import shared_integers
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Uint32, const_expr, cute, range_constexpr
-from rose_dist.kernels.exchange_layout import HEADER_WORDS, PACKETS, RETURNS, ROWS, ExchangeLayout
+from rose_dist.kernels.exchange_layout import ExchangeLayout
+from rose_dist.kernels.exchange_sizes import HEADER_WORDS, PACKETS, RETURNS, ROWS
 from rose_dist.kernels.exchange_tiling import PacketTiling
 from rose_dist.kernels.peer_regions import PACKET_BYTES
 from rose_dist.kernels.variants import WARP

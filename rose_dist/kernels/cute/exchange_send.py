@@ -20,7 +20,8 @@ from rose_dist.kernels.cute.exchange_parts import (
 from rose_dist.kernels.cute.exchange_quantize import PartQuantizer
 from rose_dist.kernels.cute.expert_slots import local_expert, shared_integers
 from rose_dist.kernels.dsl import Int32, Int64, Uint32, const_expr, cute, range_constexpr
-from rose_dist.kernels.exchange_layout import NO_PLACE, ExchangeLayout
+from rose_dist.kernels.exchange_layout import ExchangeLayout
+from rose_dist.kernels.exchange_sizes import NO_PLACE
 from rose_dist.kernels.exchange_tiling import PacketTiling
 from rose_dist.kernels.peer_regions import PACKET_BYTES, PACKET_WORDS
 from rose_dist.kernels.variants import WARP
@@ -44,7 +45,7 @@ class PacketSender:
         block, blocks, threads = cute.arch.block_idx()[0], cute.arch.grid_dim()[0], tiling.threads
         counted = shared_integers(layout.experts + layout.ranks)
         experts, masks = shared_integers(layout.packet_tokens * layout.top_k), shared_integers(layout.packet_tokens)
-        places, owners, rows = (shared_integers(n) for n in (layout.note_words, layout.top_k, layout.ranks))
+        places, owners, rows = (shared_integers(n) for n in (layout.meta_words - 1, layout.top_k, layout.ranks))
         quantizer = PartQuantizer(self.arch, layout, tiling)
         stage = quantizer.stage() if const_expr(layout.quantized is not None) else None
         self.count(ids, live, counted, experts, masks)
@@ -72,8 +73,8 @@ class PacketSender:
                 self.push_record(words, token, split, peers, epoch, rank, masks, places, owners, rows)
 
     def weight(self, weights: Any, token: Any) -> Any:
-        """The bits of this thread's place's, to be loaded before it is needed; any without `partial_sums`."""
-        if not self.layout.partial_sums:
+        """The bits of this thread's place's, to be loaded before it is needed; any if they don't travel."""
+        if not self.layout.weighted:
             return Int32(0)
         place = vector.min_of(cute.arch.thread_idx()[0], Int32(self.layout.top_k - 1))
         return vector.scalar(weights + (Int64(token) * self.layout.top_k + place) * 4, Int32)[0]
@@ -82,7 +83,7 @@ class PacketSender:
     def keep(self, weight: Int32, places: cute.Tensor) -> None:
         """Behind the places."""
         thread, top_k = cute.arch.thread_idx()[0], self.layout.top_k
-        if const_expr(self.layout.partial_sums):
+        if const_expr(self.layout.weighted):
             if thread < top_k:
                 places[top_k + thread] = weight
 
@@ -175,7 +176,7 @@ class PacketSender:
         word = Uint32(token)
         top_k = self.layout.top_k
         if at > top_k:
-            word = Uint32(places[vector.min_of(at, Int32(self.layout.note_words)) - 1])
+            word = Uint32(places[vector.min_of(at, Int32(self.layout.meta_words - 1)) - 1])
         elif at > 0:
             word = Uint32(vector.select(owners[at - 1] == to, Uint32(places[at - 1]), Uint32(NO_PLACE)))
         return word

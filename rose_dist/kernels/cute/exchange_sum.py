@@ -9,14 +9,19 @@ import torch
 
 from rose_dist.kernels import ptx, sync, vector
 from rose_dist.kernels.cute import packets
-from rose_dist.kernels.cute.exchange_parts import copy_of, first_places, owner
+from rose_dist.kernels.cute.exchange_partial import UNROLL, PartialSums, lowest, rounded, zeros
+from rose_dist.kernels.cute.exchange_parts import copy_of, owner
 from rose_dist.kernels.cute.expert_slots import local_expert
-from rose_dist.kernels.dsl import TYPES, Boolean, Float32, Int32, Int64, Uint32, const_expr, cute
+from rose_dist.kernels.dsl import TYPES, Boolean, Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 from rose_dist.kernels.exchange_layout import ExchangeLayout
+from rose_dist.kernels.exchange_tiling import PacketTiling
 from rose_dist.kernels.peer_regions import RESULT_CHUNK_STAGE
+from rose_dist.kernels.variants import WARP
 
 AT_ONCE = 8
 """Results of one output place that a thread has in flight."""
+SUMS_AT_ONCE = 2
+"""The same of ranks' sums; from 3 on registers spill."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,15 @@ class RowSummer:
         return [list(places[first : first + AT_ONCE]) for first in places[::AT_ONCE]]
 
     @property
+    def warps(self) -> int:
+        return self.threads // WARP
+
+    @property
+    def share(self) -> int:
+        """Warps that share a token, where ranks' sums come."""
+        return self.warps // self.group
+
+    @property
     def group(self) -> int:
         """Tokens that share a flag."""
         return 1 if self.by_token else self.layout.chunk
@@ -77,9 +91,16 @@ class RowSummer:
                     sync.wait(flag, epoch, "sys", limit_ns, report, rank, thread, RESULT_CHUNK_STAGE, True)
             cute.arch.sync_threads()
             here = vector.min_of(live - number * group, Int32(group))
-            for at in range(thread, here * self.vectors, self.threads):
-                token, column = number * group + at // self.vectors, at % self.vectors
-                self.sum(token, column, expert_out, row_stride, mine, ids, weights, results, out, rank)
+            if const_expr(layout.weighted):
+                for at in range(thread // WARP // self.share, here, self.warps // self.share):
+                    self.sum_sums(
+                        number * group + at, thread // WARP % self.share, expert_out, row_stride, mine, ids, weights,
+                        results, out, rank,
+                    )  # fmt: skip
+            else:
+                for at in range(thread, here * self.vectors, self.threads):
+                    token, column = number * group + at // self.vectors, at % self.vectors
+                    self.sum(token, column, expert_out, row_stride, mine, ids, weights, results, out, rank)
 
     @cute.jit
     def due(self, ids: Int64, number: Int32, rank: Int32) -> Boolean:
@@ -105,10 +126,12 @@ class RowSummer:
         """One vector of a token's weighted sum. mine: int32 [max_tokens, note_words], the slots of this rank's
         tokens.
         """
-        if const_expr(self.layout.partial_sums):
-            total = self.sum_of_sums(token, column, expert_out, row_stride, mine, ids, weights, results, rank)
-        else:
-            total = self.sum_of_results(token, column, expert_out, row_stride, mine, ids, weights, results, rank)
+        total = self.sum_of_results(token, column, expert_out, row_stride, mine, ids, weights, results, rank)
+        self.write(token, column, total, out)
+
+    @cute.jit
+    def write(self, token: Int32, column: Int32, total: list[Any], out: Int64) -> None:
+        """One vector of a token's sum, rounded, to `out`."""
         kind, size = TYPES[self.out_dtype], self.count * self.out_dtype.itemsize
         target = out + (Int64(token) * self.vectors + column) * size
         if const_expr(self.accumulate):
@@ -148,55 +171,98 @@ class RowSummer:
                 ]
         return total
 
-    def sum_of_sums(
-        self, token: Any, column: Any, expert_out: Any, row_stride: Any, mine: Any, ids: Any, weights: Any,
-        results: Any, rank: Any,
-    ) -> list[Any]:  # fmt: skip
-        """Of every rank's sum, at the first of its places; this rank's is made here, if `direct`."""
-        layout: Any = self.layout
-        pairs, total = Int64(token) * layout.top_k, [Float32(0.0)] * self.count
-        experts = [vector.scalar(ids + (pairs + j) * 4, Int32)[0] for j in range(layout.top_k)]
-        valid = [Boolean((expert >= 0) & (expert < layout.experts)) for expert in experts]
-        first, _ = first_places(layout, valid, experts, Uint32(0))
-        here = [Boolean(False)] * layout.top_k
-        if self.direct:
-            owners = [owner(layout, vector.select(v, e, Int32(0))) for v, e in zip(valid, experts, strict=True)]
-            here = [Boolean(v & (by == rank)) for v, by in zip(valid, owners, strict=True)]
-        at = results + pairs * layout.result_bytes + Int64(column) * 16
+    @cute.jit
+    def sum_sums(
+        self, token: Int32, part: Int32, expert_out: Int64, row_stride: Int64, mine: Int64, ids: Int64, weights: Int64,
+        results: Int64, out: Int64, rank: Int32,
+    ) -> None:  # fmt: skip
+        """A warp's part of the sum of every rank's sum, each at the first of its places; this rank's is made here, if
+        `direct`. With `node_ranks`, of every node's sum, and this node's is made here. Lane j knows about place j.
+        """
+        layout, lane, top_k = self.layout, cute.arch.thread_idx()[0] % WARP, self.layout.top_k
+        by, row, weight, repeated = Int32(-1), Int32(-1), Float32(0.0), Boolean(False)
+        if lane < top_k:
+            expert = local_expert(ids, token * top_k + lane, Int32(0), layout.experts)
+            row = self.row(mine, token, lane)
+            weight = vector.scalar(weights + (Int64(token) * top_k + lane) * 4, Float32)[0]
+            if expert >= 0:
+                by = Int32(owner(layout, expert) // self.summing)
+        for j in range_constexpr(top_k):
+            repeated = repeated | ((cute.arch.shuffle_sync(by, j) == by) & (lane > j))
+        firsts = Uint32(cute.arch.vote_ballot_sync((by >= 0) & ~repeated))
+        here, at = Uint32(0), results + Int64(token) * (top_k * layout.result_bytes)
+        if const_expr(self.makes_own):
+            here = Uint32(cute.arch.vote_ballot_sync(by == rank // self.summing))
+        rows, stride = expert_out, row_stride
+        if const_expr(layout.node_ranks > 0):
+            rows, stride = results, Int64(layout.result_bytes)
+        place = vector.select(here != 0, lowest(here), Int32(-1))
+        for first in range(part * (WARP * UNROLL), self.vectors, self.share * (WARP * UNROLL)):
+            numbers = [vector.min_of(first + lane + i * WARP, Int32(self.vectors - 1)) for i in range(UNROLL)]
+            total, own, left = zeros(UNROLL * self.count), zeros(UNROLL * self.count), firsts
+            places, loaded, left = self.load_sums(at, left, place, numbers)
+            if const_expr(self.makes_own):
+                self.partial.add_places(own, rows, stride, row, weight, here, numbers)
+            summed = rounded(own, self.dtype)
+            self.add_sums(total, places, loaded, place, summed)
+            if const_expr(self.sums_at_once < self.most_sums):
+                for _ in range(self.sums_at_once, Int32(cute.arch.popc(firsts)), self.sums_at_once):
+                    places, loaded, left = self.load_sums(at, left, place, numbers)
+                    self.add_sums(total, places, loaded, place, summed)
+            for i in range_constexpr(UNROLL):
+                if first + lane + i * WARP < self.vectors:
+                    values = [total[i * self.count + n] for n in range(self.count)]
+                    self.write(token, numbers[i], values, out)
 
-        def load(places: list[int]) -> list[Any]:
-            return [ptx.load_packet_where(first[j] & ~here[j], at + j * layout.result_bytes) for j in places]
+    @property
+    def partial(self) -> PartialSums:
+        return PartialSums(self.layout, self.dtype, PacketTiling(self.layout.result_packets, 1))
 
-        loaded, own = load(self.groups[0]), total
-        if self.direct:
-            notes, rows = mine + Int64(token) * (4 * layout.note_words), expert_out + Int64(column) * 16
-            own = self.own_sum(notes, rows, row_stride, here, weights + pairs * 4)
-        for places in self.groups:
-            loaded = loaded if places[0] == 0 else load(places)
-            for words, j in zip(loaded, places, strict=True):
-                values = [value for word in words for value in packets.widen(Uint32(word), self.dtype)]
-                values = [vector.select(here[j], mine, other) for mine, other in zip(own, values, strict=True)]
-                total = [
-                    Float32(vector.select(first[j], old + new, old)) for old, new in zip(total, values, strict=True)
-                ]
-        return total
+    def row(self, mine: Any, token: Any, place: Any) -> Any:
+        """Where this rank's or node's result for a place is."""
+        if self.layout.node_ranks:
+            return token * self.layout.top_k + place
+        return vector.scalar(mine + (Int64(token) * self.layout.note_words + place) * 4, Int32)[0]
 
-    def own_sum(self, notes: Any, rows: Any, row_stride: Any, here: list[Any], weights: Any) -> list[Any]:
-        """The weighted sum of the places that are `here`, rounded as one that travels. notes: the token's slots."""
-        total = [Float32(0.0)] * self.count
-        for places in self.groups:
-            slots = [vector.scalar(notes + 4 * j, Int32)[0] for j in places]
-            loaded = [
-                ptx.load_16b_where(here[j] & (slot >= 0), rows + Int64(vector.max_of(slot, Int32(0))) * row_stride)
-                for slot, j in zip(slots, places, strict=True)
-            ]
-            for words, j in zip(loaded, places, strict=True):
-                weight = vector.scalar(weights + 4 * j, Float32)[0]
-                values = [value for word in words for value in packets.widen(Uint32(word), self.dtype)]
-                total = [
-                    Float32(vector.select(here[j], old + ptx.product(weight, new), old))
-                    for old, new in zip(total, values, strict=True)
-                ]
-        each = 4 // self.dtype.itemsize
-        words = [packets.narrow(total[i : i + each], self.dtype) for i in range(0, self.count, each)]
-        return [value for word in words for value in packets.widen(Uint32(word), self.dtype)]
+    @property
+    def makes_own(self) -> bool:
+        """Whether this rank's or node's sum does not come."""
+        return self.direct or self.layout.node_ranks > 0
+
+    @property
+    def summing(self) -> int:
+        """Ranks whose results come as one sum."""
+        return max(1, self.layout.node_ranks)
+
+    @property
+    def most_sums(self) -> int:
+        """Of a token."""
+        return min(self.layout.ranks // self.summing, self.layout.top_k)
+
+    @property
+    def sums_at_once(self) -> int:
+        return min(SUMS_AT_ONCE, self.most_sums)
+
+    def load_sums(self, at: Any, left: Any, own: Any, numbers: list[Any]) -> tuple[list[Any], list[Any], Any]:
+        """The next places of those that are `left`, as bits, −2 for none; this thread's vectors of their sums, if not
+        `own`; and what is left then. A sum that does not count is −0.
+        """
+        places, loaded = [], []
+        for _ in range(self.sums_at_once):
+            place = Int32(vector.select(left != 0, lowest(left), Int32(-2)))
+            wanted, start = Boolean((left != 0) & (place != own)), at + Int64(lowest(left)) * self.layout.result_bytes
+            words = [ptx.load_packet_where(wanted, start + Int64(number) * 16) for number in numbers]
+            places.append(place)
+            loaded.append([word for one in words for word in one])
+            left = left & (left - Uint32(1))
+        return places, loaded, left
+
+    def add_sums(self, total: Any, places: list[Any], loaded: list[Any], own: Any, summed: list[Any]) -> None:
+        """Add what `load_sums` gave, and `summed` at place `own`, to `total`, in order."""
+        nothing = Uint32(0x80000000 if self.dtype == torch.float32 else 0x80008000)
+        for place, words in zip(places, loaded, strict=True):
+            chosen = [vector.select(place == own, mine, Uint32(word)) for mine, word in zip(summed, words, strict=True)]
+            chosen = [Uint32(vector.select(place >= 0, word, nothing)) for word in chosen]
+            values = [value for word in chosen for value in packets.widen(word, self.dtype)]
+            for number, value in enumerate(values):
+                total[number] = total[number] + value

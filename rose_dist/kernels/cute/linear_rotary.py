@@ -11,7 +11,7 @@ from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute.look_ahead import look_ahead
 from rose_dist.kernels.cute.mxfp4_operands import load_shared
 from rose_dist.kernels.cute.resident_weights import ResidentWeights, halves, rows_of_lane
-from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint8, Uint16, Uint32, cute
+from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint8, Uint16, Uint32, cute, range_constexpr
 from rose_dist.kernels.linear_shapes import LINEAR_OUTPUTS, resident
 from rose_dist.kernels.variants import WARP
 from rose_dist.kernels.warp_matrix import await_copies, commit_copies, copy_async
@@ -76,13 +76,20 @@ class LinearRotary(jit.Kernel):
         product = self.weights
         cute.arch.griddepcontrol_launch_dependents()
         shared = Int32(cute.arch.get_dyn_smem(Uint8, alignment=128).toint())
+        head, place = self.of_lane(cute.arch.thread_idx()[0] % WARP)
+        output = Int64(head * self.head_dim + place)
+        first, gap = weight + output * (product.inputs * 2), self.head_dim * product.inputs
         warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP)
         writes = warp == 0
         if writes:
             # Far from any cache by now: before the weights, or they would come last.
-            self.copy_words(shared, bias, cos, sin, slots, rows)
+            for half in range_constexpr(2):
+                # The word that this output's bias is in.
+                source = bias + (output + half * (self.head_dim // 2)) // 2 * 4
+                copy_async(self.word(shared, BIAS + half), source, 4, 4)
+            self.copy_turns(shared, cos, sin, slots, place, rows)
         commit_copies()
-        held = product.fetch(*self.weight_rows(weight), shared)
+        held = product.fetch(first, first + gap, shared)
         if warp == product.shape.warps - 1:
             look_ahead(ahead, ahead_bytes)
         cute.arch.griddepcontrol_wait()
@@ -103,21 +110,8 @@ class LinearRotary(jit.Kernel):
         size = 8 if word >= SLOTS else 4
         return Int32(shared) + (self.weights.shared_bytes + word * WARP * 4) + lane * size
 
-    def weight_rows(self, weight: Any) -> tuple[Any, Any]:
-        """The addresses of this lane's two rows of weights."""
-        head, place = self.of_lane(cute.arch.thread_idx()[0] % WARP)
-        first = weight + Int64(head * self.head_dim + place) * (self.weights.inputs * 2)
-        return first, first + self.head_dim * self.weights.inputs
-
-    def copy_words(self, shared: Any, bias: Any, cos: Any, sin: Any, slots: Any, rows: Any) -> None:
-        """Start copying what a lane of the writing warp needs."""
-        lane = cute.arch.thread_idx()[0] % WARP
-        head, place = self.of_lane(lane)
-        for half in range(2):
-            # The word that this output's bias is in.
-            source = bias + (Int64(head * self.head_dim + place) + half * (self.head_dim // 2)) // 2 * 4
-            copy_async(self.word(shared, BIAS + half), source, 4, 4)
-        for i, row in enumerate(rows_of_lane(lane)):
+    def copy_turns(self, shared: Any, cos: Any, sin: Any, slots: Any, place: Any, rows: Any) -> None:
+        for i, row in enumerate(rows_of_lane(cute.arch.thread_idx()[0] % WARP)):
             for j, table in enumerate((cos, sin)):
                 source = table + (Int64(row) * (self.head_dim // 2) + place) * 4
                 copy_async(self.word(shared, TURNS + 2 * i + j), source, Uint32(Boolean(row < rows)) * 4, 4)

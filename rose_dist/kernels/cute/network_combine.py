@@ -11,7 +11,7 @@ from rose_dist.kernels.cute.exchange_send import PacketSender
 from rose_dist.kernels.cute.expert_slots import shared_integers
 from rose_dist.kernels.cute.network_parts import load_words, message_at, place_of, signal_at, signal_of, wait_signal
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, const_expr, cute
-from rose_dist.kernels.exchange_layout import HEADER_WORDS, ROWS
+from rose_dist.kernels.exchange_sizes import HEADER_WORDS, ROWS
 from rose_dist.kernels.exchange_tiling import PacketTiling
 from rose_dist.kernels.network_layout import RECORDS, NetworkLayout
 from rose_dist.kernels.peer_regions import NETWORK_RESULT_STAGE, PACKET_BYTES, PACKET_WORDS
@@ -141,6 +141,8 @@ class LandResults(jit.Kernel):
             shared_integers(exchange.packet_tokens),
         )
         PacketSender(self.arch, exchange, self.tiling).count(ids, live, counted, experts, masks)
+        if const_expr(layout.sums):
+            self.count_groups(masks, live, counted)
         alive = Boolean(True)
         for item in range(cute.arch.block_idx()[0], far_count * layout.result_messages, cute.arch.grid_dim()[0]):
             peer, message = vector.scalar(far + Int64(item % far_count) * 4, Int32)[0], item // far_count
@@ -153,6 +155,21 @@ class LandResults(jit.Kernel):
                 inbox = network + message_at(layout, "result", "inbox", place)
                 for number in range(count[0]):
                     self.land(inbox + Int64(number) * layout.result_bytes, own, epoch)
+
+    @cute.jit
+    def count_groups(self, masks: cute.Tensor, live: Int32, counted: cute.Tensor) -> None:
+        """Tokens that go to each rank's group, in place of those that go to the rank."""
+        layout, thread = self.layout, cute.arch.thread_idx()[0]
+        lane, members = thread % WARP, Uint32((1 << layout.members) - 1)
+        for group in range(thread // WARP, layout.groups, self.tiling.threads // WARP):
+            first, count = group * layout.members, Int32(0)
+            for token in range(lane, live, WARP):
+                if (Uint32(masks[token]) >> Uint32(first)) & members != 0:
+                    count += 1
+            count = cute.arch.warp_redux_sync(count, "add")
+            if lane < layout.members:
+                counted[layout.exchange.experts + first + lane] = count
+        cute.arch.sync_threads()
 
     @cute.jit
     def land(self, result: Int64, own: Int64, epoch: Uint32) -> None:
@@ -211,6 +228,8 @@ class LandResultRows(jit.Kernel):
                 for at in range(cute.arch.thread_idx()[0], exchange.result_bytes // 16, self.threads):
                     ptx.store_packet(target + Int64(at) * 16, ptx.load_16b(result + 16 + Int64(at) * 16))
             cute.arch.sync_threads()
-            if (cute.arch.thread_idx()[0] == 0) & alive:
-                # For the launch that follows, which sees all of this one's writes.
-                ptx.store_relaxed(flags + (Int64(peer) * exchange.max_records + chunk) * 4, epoch, "sys")
+            senders = layout.members if layout.sums else 1
+            if (cute.arch.thread_idx()[0] < senders) & alive:
+                # For the launch that follows, which sees all of this one's writes. A node's sums are all its ranks'.
+                sender = peer - peer % senders + cute.arch.thread_idx()[0]
+                ptx.store_relaxed(flags + (Int64(sender) * exchange.max_records + chunk) * 4, epoch, "sys")

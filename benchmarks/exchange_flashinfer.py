@@ -1,0 +1,157 @@
+"""Dispatch and combine beside FlashInfer's MoeAlltoAll (flashinfer-python 0.7), in one run on the GPUs of one host.
+
+    python -m benchmarks.exchange_flashinfer --ranks 2 [--out FOLDER] [--limit 60] [--models gpt-oss]
+        [--tokens 128,4096]
+
+FlashInfer compiles its kernels with nvcc and ninja. Everything ends after `--limit` seconds; what was timed by then is
+kept, and what went wrong is said. Times are medians of CUDA graph replays in microseconds, of the slowest rank.
+
+FlashInfer sends rows, ids and weights to each rank that has an expert of the token, and does not order them by expert;
+combine adds up one row a rank, which the experts' kernels are to leave in its workspace, so that is what ours is timed
+for (`AllToAllConfig.partial_sums`), ordering, weighting and adding up within the rank included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.exchange import chosen, write
+from benchmarks.exchange_layers import BF16, Inputs, Model
+from benchmarks.exchange_sections import PARTIAL, TOKENS, Rank
+
+BUILD = "from flashinfer.jit.comm import gen_moe_alltoall_module as make; make().build_and_load()"
+
+
+class FlashInfer:
+    """Its exchange of one model, for up to `most` tokens a rank."""
+
+    def __init__(self, model: Model, most: int, one: Rank) -> None:
+        from flashinfer.comm.comm_backend import TorchDistBackend  # noqa: PLC0415
+        from flashinfer.comm.mapping import Mapping  # noqa: PLC0415
+        from flashinfer.comm.mnnvl import MnnvlConfig  # noqa: PLC0415
+        from flashinfer.comm.trtllm_moe_alltoall import MoeAlltoAll  # noqa: PLC0415
+
+        mapping = Mapping(one.ranks, one.rank, one.ranks, tp_size=one.ranks, moe_ep_size=one.ranks)
+        self.model, self.ranks = model, one.ranks
+        self.exchange = MoeAlltoAll(
+            mapping, most, model.top_k, model.experts, hidden_size=model.hidden,
+            mnnvl_config=MnnvlConfig(comm_backend=TorchDistBackend(one.control.cpu)),
+        )  # fmt: skip
+
+    def pair(
+        self, inputs: Inputs, tokens: int, experts: Callable[[torch.Tensor, list[torch.Tensor]], Any] | None = None
+    ) -> Callable[[], Any]:
+        """Dispatch, then combine of what stands in the workspace, or of what `experts` leave there."""
+        scales = [] if inputs.scales is None else [inputs.scales]
+        payloads = [inputs.x.view(torch.uint8), *scales, inputs.ids, inputs.weights]
+        out = torch.empty(tokens, self.model.hidden, dtype=BF16, device=inputs.x.device)
+
+        def call() -> Any:
+            received = self.exchange.dispatch(inputs.ids, payloads, tokens)
+            results = self.exchange.get_combine_payload_tensor_in_workspace(tokens, self.model.hidden, BF16)
+            if experts is not None:
+                experts(results, received)
+            return self.exchange.combine(results, tokens, payload_in_workspace=True, output=out)
+
+        return call
+
+    def wrong(self, inputs: Inputs, tokens: int) -> str:
+        """With experts that give their rows back: a token's row times its ranks, which is exact for powers of two."""
+        call = self.pair(inputs, tokens, lambda results, received: results.copy_(received[0].view(BF16)))
+        owners = inputs.ids // (self.model.experts // self.ranks)
+        ranks = torch.stack([(owners == rank).any(1) for rank in range(self.ranks)]).sum(0)
+        expected = inputs.x.float() * ranks[:, None]
+        far = ((call().float() - expected).abs() > 0.01 * expected.abs()).sum()
+        return f"{far} elements are wrong" if far else ""
+
+
+def lines(one: Rank, model: Model) -> list[dict[str, Any]]:
+    sizes = one.sizes(TOKENS)
+    theirs, ours, rows = FlashInfer(model, max(sizes), one), one.layer(model, "times", PARTIAL), []
+    for tokens in sizes:
+        inputs = Inputs.of(model, tokens, one.rank, 0, one.device, whole=True)
+        calls = 20 if tokens <= 256 else 4
+        rows.append({
+            "model": model.name, "tokens": tokens, "FlashInfer pair us": one.time(theirs.pair(inputs, tokens), calls),
+            "ours pair us": one.time(ours.resized(tokens).exchange, calls),
+            "FlashInfer": "not checked" if model.fp8 else theirs.wrong(inputs, tokens) or "right",
+        })  # fmt: skip
+        one.say(rows[-1])
+    ours.moe.check()
+    return rows
+
+
+def work(rank: int, arguments: argparse.Namespace, answers: Any) -> None:
+    """A rank's process."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    limit = timedelta(seconds=arguments.limit)
+    dist.init_process_group("nccl", rank=rank, world_size=arguments.ranks, device_id=device, timeout=limit)
+    one = Rank(device, chosen(arguments), tuple(int(size) for size in arguments.tokens.split(",") if size))
+    for model in one.models:
+        if not model.fused:
+            try:
+                result: Any = lines(one, model)
+            except Exception:
+                result = f"FAILED on rank {rank}: {traceback.format_exc(limit=-2)}"
+            answers.put((rank, model.name, result))
+            if isinstance(result, str):
+                break
+    time.sleep(1.0)  # the queue's pipe
+    os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/flashinfer"))
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds, compilation included")
+    parser.add_argument("--models", default="gpt-oss,deepseek", help="parts of names")
+    parser.add_argument("--tokens", default="", help="numbers")
+    arguments = parser.parse_args()
+    deadline = time.monotonic() + arguments.limit
+    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
+    try:
+        subprocess.run(
+            [sys.executable, "-c", BUILD], check=True, timeout=arguments.limit, capture_output=True, text=True
+        )
+    except subprocess.TimeoutExpired:
+        sys.exit(f"FlashInfer's kernels were not built within {arguments.limit:.0f} s")
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"FlashInfer's kernels can't be built or loaded: {error.stderr[-1500:]}")
+    results["built in s"] = round(time.monotonic() - deadline + arguments.limit, 1)
+    context = torch.multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29500 + os.getpid() % 1000)}
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    processes = [context.Process(target=work, args=(rank, arguments, answers)) for rank in range(arguments.ranks)]
+    for process in processes:
+        process.start()
+    while time.monotonic() < deadline and (any(one.is_alive() for one in processes) or not answers.empty()):
+        if not answers.empty():
+            rank, name, result = answers.get()
+            if rank == 0 or isinstance(result, str):
+                results[name] = result
+        time.sleep(0.05)
+    if late := [one for one in processes if one.is_alive()]:
+        results["ended"] = f"after {arguments.limit:.0f} s"
+        for one in late:
+            one.kill()
+    write(results, arguments.out, arguments.ranks)
+    print((arguments.out / f"exchange_{arguments.ranks}.md").read_text())
+
+
+if __name__ == "__main__":
+    main()
