@@ -1,4 +1,5 @@
-"""GPT-OSS's MXFP4 expert layers on one GPU: checked against fp32 first, then timed in CUDA graphs.
+"""GPT-OSS's MXFP4 expert layers with few rows on one GPU: checked against fp32 first, then timed in CUDA graphs. Those
+with many: `expert_gemms.py`.
 
     python -m benchmarks.experts [--models gpt-oss-120b gpt-oss-20b] [--tokens 1 2 4 …] [--sweep | --fp8] [--out D]
 
@@ -36,19 +37,19 @@ from rose_dist.kernels.mxfp4_experts import (
     expert_mlp,
     expert_swiglu,
     launch_both,
-    launch_gemm,
     launch_one,
     tiling,
 )
 from rose_dist.kernels.mxfp4_layout import CODE_BYTES, PackedMxfp4
 from rose_dist.kernels.stream_tiling import EXPERT_SHAPES, StreamShape
 from rose_dist.kernels.swiglu import ALPHA
+from rose_dist.kernels.variants import EXPERT_GEMM_ROWS
 
 DEVICE = torch.device("cuda", 0)
 HIDDEN, TOP_K, LIMIT = 2880, 4, 7.0
 MODELS = {"gpt-oss-120b": 128, "gpt-oss-20b": 32}
 """Experts."""
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 1024, 4096)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
 LAYERS = 6
 FLOP_A_ROW = 2 * 3 * HIDDEN * HIDDEN
 
@@ -203,10 +204,10 @@ class Run:
             shape = tiling(first.weight, self.variant.shape)
             launch_both(x, first, self.h, second, self.y, rows, shape, alpha=ALPHA, limit=LIMIT)
             return
+        if self.variant.shape is None:
+            self.y = expert_mlp(x, first, second, replace(rows, most=EXPERT_GEMM_ROWS), limit=LIMIT)
+            return
         for (weight, bias), source, out, gated in ((first, x, self.h, True), (second, self.h, self.y, False)):
-            if self.variant.shape is None:
-                launch_gemm(source, weight, bias, rows, out, gated=gated, alpha=ALPHA, limit=LIMIT)
-                continue
             shape = tiling(weight, self.variant.shape)
             launch_one(source, weight, bias, rows, out, shape, gated=gated, alpha=ALPHA, limit=LIMIT)
 

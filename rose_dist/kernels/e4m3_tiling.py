@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES, TILE_ROWS
 from rose_dist.kernels.variants import Ranges
 from rose_dist.kernels.warpgroup_tiling import BIAS_BYTES, WarpgroupShape, WarpgroupTiling
 
-ROW_GROUP = 8
-"""Rows of x whose cells lie together."""
-
 
 @dataclass(frozen=True)
 class E4m3Tiling(WarpgroupTiling):
-    """As its base, except that one warp feeds, and that a stage holds rows of x in half the bytes, and behind the
-    biases in an item's last also scales of rows of x, in its first the matrix rows' largest scales.
+    """As its base, except that a stage holds rows of x in half the bytes, and behind the biases in an item's last also
+    scales of rows of x, in its first the matrix rows' largest scales.
     """
 
-    @property
-    def x_bytes(self) -> int:
-        return self.rows * self.step_columns * 32
+    block_bytes: ClassVar[int] = 32
 
     @property
     def scale_offset(self) -> int:

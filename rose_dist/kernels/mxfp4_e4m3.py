@@ -16,19 +16,15 @@ from torch import Tensor
 
 from rose_dist.kernels import checks, launch
 from rose_dist.kernels.arch import device_info
-from rose_dist.kernels.e4m3_tiling import E4M3_SHAPES, ROW_GROUP, E4m3Shape
+from rose_dist.kernels.e4m3_tiling import E4M3_SHAPES, E4m3Shape
 from rose_dist.kernels.errors import UnsupportedArchError
-from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.formats import E4M3_MAX, MIN_AMAX
 from rose_dist.kernels.mxfp4 import BLOCK, SCALE_BIAS, dequantize_mxfp4
-from rose_dist.kernels.mxfp4_experts import ExpertLayer, ExpertRows, check_layer
+from rose_dist.kernels.mxfp4_experts import ExpertLayer, ExpertRows, check_layer, launch_grouped
 from rose_dist.kernels.mxfp4_layout import EXPONENT_BIAS, PackedMxfp4
-from rose_dist.kernels.swiglu import ALPHA, clamped_swiglu
+from rose_dist.kernels.row_groups import empty_groups, group_rows
+from rose_dist.kernels.swiglu import ALPHA
 
-GROUPS = PackedLayout(ROW_GROUP)
-"""Rows of codes stand in groups of 8, each an expert's alone: [groups, columns / 16, 8, 16]. Of 16 columns, number c
-stands at 2 (c mod 8) + c div 8: in this order weights come out of their decoding, and results into one thread.
-"""
 SPAN = 11
 """Powers of two that a matrix row's scales may differ by."""
 FACTOR_BIAS = EXPONENT_BIAS + SCALE_BIAS + SPAN - 5
@@ -39,8 +35,10 @@ LEAST_ROWS = 33
 
 
 def takes(rows: ExpertRows) -> bool:
-    """Whether these are so many that rows in FP8 pay. A decode step's hardly ever are."""
-    return rows.most >= LEAST_ROWS
+    """Whether these are so many that rows in FP8 pay. A decode step's hardly ever are. What the dispatch has made of
+    them stands.
+    """
+    return rows.most >= LEAST_ROWS if rows.groups is None else rows.groups.cells.dtype is torch.uint8
 
 
 def expert_mlp_e4m3(
@@ -66,29 +64,12 @@ def expert_mlp_e4m3(
         raise UnsupportedArchError(f"rows in FP8 run on Hopper only, this GPU is {launch.device(x).arch}")
     out = torch.empty(x.shape[0], down.weight.rows, dtype=x.dtype, device=x.device)
     if x.shape[0]:
-        codes, scales = quantize_rows(x, rows)
-        h = empty_codes(x.shape[0], rows, gate_up.weight.rows // 2, x.device)
+        groups = rows.groups or group_rows(x, rows.counts, rows.offsets, torch.uint8)
+        h = empty_groups(groups.cells.shape[0], gate_up.weight.rows // 2, torch.uint8, x.device)
         shape = E4M3_SHAPES.select(rows.most)
-        launch_gemm(codes, scales, gate_up, rows, h, shape, alpha=alpha, limit=limit)
+        launch_gemm(groups.cells, groups.scales, gate_up, rows, h, shape, alpha=alpha, limit=limit)
         launch_gemm(h, None, down, rows, out, shape, alpha=0.0, limit=0.0)
     return out
-
-
-def empty_codes(total: int, rows: ExpertRows, columns: int, device: torch.device) -> Tensor:
-    """Room for the codes of `total` rows, in `GROUPS`: uint8 [groups, columns / 16, 8, 16]."""
-    groups = GROUPS.capacity(total, rows.counts.shape[0]) // ROW_GROUP
-    return torch.empty(groups, columns // 16, ROW_GROUP, 16, dtype=torch.uint8, device=device)
-
-
-def quantize_rows(x: Tensor, rows: ExpertRows) -> tuple[Tensor, Tensor]:
-    """Each expert's rows of bf16 x on a GPU as codes, uint8 as `GROUPS` says, and the scale, fp32, of each of them."""
-    from rose_dist.kernels.cute import quantize_rows as cute  # noqa: PLC0415 - it loads the compiler
-
-    codes = empty_codes(x.shape[0], rows, x.shape[1], x.device)
-    scales = torch.empty(codes.shape[0] * ROW_GROUP, dtype=torch.float32, device=x.device)
-    launcher = cute.launcher(launch.device(x).arch, rows.counts.shape[0], x.shape[1])
-    launch.run(launcher, x, x, rows.counts, rows.offsets, codes, scales, x.shape[0])
-    return codes, scales
 
 
 def launch_gemm(
@@ -98,16 +79,8 @@ def launch_gemm(
     """One layer: with `scales` the first, whose results are codes in `out`; without, the second, in bf16."""
     from rose_dist.kernels.cute import mxfp4_experts_e4m3 as cute  # noqa: PLC0415 - it loads the compiler
 
-    weight, device = layer.weight, launch.device(codes)
-    tiling = shape.tiling(weight.columns // BLOCK)
-    total = codes.shape[0] * ROW_GROUP
-    if weight.experts + total // tiling.rows > cute.SEGMENTS:
-        raise checks.fail("x", f"has {total} rows; at most {(cute.SEGMENTS - weight.experts) * tiling.rows} fit")
-    launcher = cute.launcher(device.arch, weight.experts, weight.data.shape[1], tiling, scales is not None)
-    launch.run(
-        launcher, codes, weight.data, weight.rescale, weight.tops, layer.bias, codes, scales, rows.counts, rows.offsets,
-        out, alpha, limit, device.sms,
-    )  # fmt: skip
+    tiling = shape.tiling(layer.weight.columns // BLOCK)
+    launch_grouped(cute.launcher, codes, scales, layer, rows, out, tiling, scales is not None, alpha, limit)
 
 
 def require(device: torch.device) -> None:
@@ -146,7 +119,8 @@ def reference(
         scale = wide.abs().amax(1, keepdim=True).clamp(min=MIN_AMAX) * (1.0 / E4M3_MAX)
         y = e4m3_codes(wide * (1.0 / scale)) @ dequantize_near(gate_up.weight, expert).T * scale
         y = y if gate_up.bias is None else y + gate_up.bias[expert].float()
-        h = e4m3_codes(clamped_swiglu(y, alpha=alpha, limit=limit) * up)
+        gate, linear = y[:, 0::2].clamp(max=limit), y[:, 1::2].clamp(-limit, limit)
+        h = e4m3_codes(gate * torch.sigmoid(alpha * gate) * (linear + 1) * up)
         z = h @ dequantize_near(down.weight, expert).T / up
         out[part] = (z if down.bias is None else z + down.bias[expert].float()).to(x.dtype)
     return out

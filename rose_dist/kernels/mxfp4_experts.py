@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -11,16 +12,20 @@ from torch import Tensor
 
 from rose_dist.kernels import checks, launch
 from rose_dist.kernels.expert_slots import COMPACT, PackedLayout
+from rose_dist.kernels.jit import Launcher
 from rose_dist.kernels.layer_meeting import LIMIT_NS, meeting
 from rose_dist.kernels.mxfp4 import BLOCK, dequantize_mxfp4
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES, PackedMxfp4
+from rose_dist.kernels.row_groups import GroupedRows, empty_groups, group_rows
 from rose_dist.kernels.stream_tiling import EXPERT_SHAPES, StreamShape, StreamTiling, stream
 from rose_dist.kernels.swiglu import ALPHA, Rows, clamped_swiglu
 from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, gemm
-from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES, WarpgroupShape
+from rose_dist.kernels.warpgroup_tiling import ROW_GROUP, WARPGROUP_SHAPES, WarpgroupShape, WarpgroupTiling
 
 SHARED_BYTES = 232448
 """A block's shared memory on Hopper and Blackwell."""
+GEMM_SEGMENTS = 1024
+"""Most (expert, rows of x at a time) pairs of a launch with many rows."""
 MAX_SEGMENTS = 64 * 64
 """Most (expert, rows of x at a time) pairs of a launch: each block has room for 64, and there are more SMs than 64."""
 
@@ -39,6 +44,8 @@ class ExpertRows:
     """How the rows were packed."""
     listed: Rows | None = None
     """The rows that are somebody's, one by one, where the dispatch has a list of them."""
+    groups: GroupedRows | None = None
+    """The rows, in place of those packed, where the dispatch has them so."""
 
     @cached_property
     def ends(self) -> Tensor:
@@ -96,7 +103,10 @@ def expert_mlp(
     """`expert_linear` of what `expert_swiglu` gives, to the bit. For few rows both go in one launch, where the layers
     have the same columns; it brings `ahead`, dense weights that a later launch reads, into L2.
     """
-    few = x.is_cuda and x.shape[0] > 0 and rows.most < EXPERT_GEMM_ROWS
+    many = rows.groups is not None or rows.most >= EXPERT_GEMM_ROWS
+    if x.is_cuda and x.shape[0] > 0 and many and launch.device(x).arch.hopper:
+        return _mlp_of_groups(x, gate_up, down, rows, alpha=alpha, limit=limit)
+    few = x.is_cuda and x.shape[0] > 0 and not many
     if not few or gate_up.weight.columns != down.weight.columns:
         return expert_linear(expert_swiglu(x, *gate_up, rows, limit=limit, alpha=alpha), *down, rows)
     _check(x, *gate_up, rows)
@@ -105,6 +115,23 @@ def expert_mlp(
     out = torch.empty(x.shape[0], down.weight.rows, dtype=x.dtype, device=x.device)
     tiling = _few_rows_tiling(x, gate_up.weight, rows)
     launch_both(x, gate_up, h, down, out, rows, tiling, alpha=alpha, limit=limit, ahead=ahead)
+    return out
+
+
+def _mlp_of_groups(
+    x: Tensor, gate_up: ExpertLayer, down: ExpertLayer, rows: ExpertRows, *, alpha: float, limit: float
+) -> Tensor:
+    """`expert_mlp` by products of warpgroups, Hopper's."""
+    _check(x, *gate_up, rows)
+    out = torch.empty(x.shape[0], down.weight.rows, dtype=x.dtype, device=x.device)
+    if down.weight.columns * 2 != gate_up.weight.rows:
+        raise checks.fail("down.weight", f"has {down.weight.columns} columns; needs {gate_up.weight.rows // 2}")
+    check_layer(*down, x, rows)
+    shape = WARPGROUP_SHAPES.select(rows.most)
+    groups = rows.groups or group_rows(x, rows.counts, rows.offsets, x.dtype)
+    h = empty_groups(groups.cells.shape[0], gate_up.weight.rows // 2, x.dtype, x.device)
+    launch_warpgroup_gemm(groups.cells, gate_up, rows, h, shape, gated=True, alpha=alpha, limit=limit)
+    launch_warpgroup_gemm(h, down, rows, out, shape, gated=False, alpha=0.0, limit=0.0)
     return out
 
 
@@ -142,7 +169,7 @@ def _launch(
     if x.shape[0] == 0:
         return
     if rows.most >= EXPERT_GEMM_ROWS:
-        launch_gemm(x, weight, bias, rows, out, gated=gated, alpha=alpha, limit=limit)
+        launch_warp_gemm(x, weight, bias, rows, out, gated=gated, alpha=alpha, limit=limit)
         return
     tiling = _few_rows_tiling(x, weight, rows)
     launch_one(x, weight, bias, rows, out, tiling, gated=gated, alpha=alpha, limit=limit)
@@ -187,18 +214,6 @@ def launch_both(
     )  # fmt: skip
 
 
-def launch_gemm(
-    x: Tensor, weight: PackedMxfp4, bias: Tensor | None, rows: ExpertRows, out: Tensor, *, gated: bool, alpha: float,
-    limit: float,
-) -> None:  # fmt: skip
-    """The kernel for many rows on this GPU; arguments are checked before."""
-    if launch.device(x).arch.hopper:
-        shape = WARPGROUP_SHAPES.select(rows.most)
-        launch_warpgroup_gemm(x, weight, bias, rows, out, shape, gated=gated, alpha=alpha, limit=limit)
-    else:
-        launch_warp_gemm(x, weight, bias, rows, out, gated=gated, alpha=alpha, limit=limit)
-
-
 def launch_warp_gemm(
     x: Tensor, weight: PackedMxfp4, bias: Tensor | None, rows: ExpertRows, out: Tensor, *, gated: bool, alpha: float,
     limit: float,
@@ -207,7 +222,7 @@ def launch_warp_gemm(
     from rose_dist.kernels.cute import mxfp4_experts_prefill as cute  # noqa: PLC0415 - it loads the compiler
 
     tiling, device = gemm(weight.columns // BLOCK, TILE_BYTES), launch.device(x)
-    _check_segments(x, weight, tiling.rows, cute.SEGMENTS)
+    _check_segments(x.shape[0], weight, tiling.rows)
     launcher = cute.launcher(device.arch, weight.experts, weight.data.shape[1], tiling, gated)
     launch.run(
         launcher, x, weight.data, weight.rescale, bias, x, rows.counts, rows.offsets, out, alpha, limit, device.sms
@@ -215,23 +230,32 @@ def launch_warp_gemm(
 
 
 def launch_warpgroup_gemm(
-    x: Tensor, weight: PackedMxfp4, bias: Tensor | None, rows: ExpertRows, out: Tensor, shape: WarpgroupShape,
-    *, gated: bool, alpha: float, limit: float,
+    x: Tensor, layer: ExpertLayer, rows: ExpertRows, out: Tensor, shape: WarpgroupShape, *, gated: bool, alpha: float,
+    limit: float,
 ) -> None:  # fmt: skip
-    """With products of a warpgroup: Hopper."""
+    """With products of a warpgroup, for `x` in groups: Hopper. out: with a gate in groups too, else rows."""
     from rose_dist.kernels.cute import mxfp4_experts_warpgroup as cute  # noqa: PLC0415 - it loads the compiler
 
-    tiling, device = shape.tiling(weight.columns // BLOCK, TILE_BYTES), launch.device(x)
-    _check_segments(x, weight, tiling.rows, cute.SEGMENTS)
-    launcher = cute.launcher(device.arch, weight.experts, weight.data.shape[1], tiling, gated)
+    tiling = shape.tiling(layer.weight.columns // BLOCK, TILE_BYTES)
+    launch_grouped(cute.launcher, x, None, layer, rows, out, tiling, gated, alpha, limit)
+
+
+def launch_grouped(
+    launcher: Callable[..., Launcher], x: Tensor, scales: Tensor | None, layer: ExpertLayer, rows: ExpertRows,
+    out: Tensor, tiling: WarpgroupTiling, gated: bool, alpha: float, limit: float,
+) -> None:  # fmt: skip
+    """The kernel of `launcher`, of a `GroupedExpertGemm`, for `x` in groups and codes' `scales`."""
+    weight, device, total = layer.weight, launch.device(x), x.shape[0] * ROW_GROUP
+    _check_segments(total, weight, tiling.rows)
     launch.run(
-        launcher, x, weight.data, weight.rescale, bias, x, rows.counts, rows.offsets, out, alpha, limit, device.sms
-    )
+        launcher(device.arch, weight.experts, weight.data.shape[1], tiling, gated), x, weight.data, weight.rescale,
+        weight.tops, layer.bias, x, scales, rows.counts, rows.offsets, out, alpha, limit, device.sms,
+    )  # fmt: skip
 
 
-def _check_segments(x: Tensor, weight: PackedMxfp4, rows: int, segments: int) -> None:
-    if weight.experts + x.shape[0] // rows > segments:
-        raise checks.fail("x", f"has {x.shape[0]} rows; at most {(segments - weight.experts) * rows} fit")
+def _check_segments(total: int, weight: PackedMxfp4, rows: int) -> None:
+    if weight.experts + total // rows > GEMM_SEGMENTS:
+        raise checks.fail("x", f"has {total} rows; at most {(GEMM_SEGMENTS - weight.experts) * rows} fit")
 
 
 @checks.once

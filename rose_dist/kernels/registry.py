@@ -35,9 +35,9 @@ from rose_dist.kernels.cute.network_combine import LandResultRows, LandResults
 from rose_dist.kernels.cute.network_dispatch import LandRecords
 from rose_dist.kernels.cute.paged_attention_decode import DecodeAttention
 from rose_dist.kernels.cute.paged_attention_prefill import PrefillAttention
-from rose_dist.kernels.cute.quantize_rows import QuantizeRows
 from rose_dist.kernels.cute.resident_weights import ResidentWeights
 from rose_dist.kernels.cute.route_rows import RouteRows
+from rose_dist.kernels.cute.row_groups import GroupRows, RowCells, ScatterGroups
 from rose_dist.kernels.cute.small_linear import COLUMNS, SmallLinear
 from rose_dist.kernels.draw import RowSplit
 from rose_dist.kernels.e4m3_tiling import E4M3_SHAPES
@@ -53,6 +53,7 @@ from rose_dist.kernels.mxfp4_layout import TILE_BYTES, TILE_ROWS
 from rose_dist.kernels.network_layout import NetworkLayout
 from rose_dist.kernels.paged_attention import HEAD_DIMS
 from rose_dist.kernels.prefill_tiling import PREFILL_TILINGS
+from rose_dist.kernels.row_groups import GROUPS
 from rose_dist.kernels.row_registry import HIDDEN, ROUTES, row_kernels
 from rose_dist.kernels.row_tiling import (
     tile,
@@ -181,7 +182,10 @@ def _mxfp4_experts(arch: Arch) -> Iterator[Kernel]:
         for fp8 in E4M3_SHAPES.variants:
             yield E4m3ExpertGemm(arch, experts, count, fp8.tiling(columns, TILE_BYTES), gated)
     if arch.hopper:
-        yield QuantizeRows(arch, experts, hidden)
+        for e4m3 in (False, True):
+            yield GroupRows(arch, experts, RowCells(hidden, e4m3))
+            yield ScatterGroups(arch, 4, RowCells(hidden, e4m3))
+        yield AssignSlots(arch, experts, 4, GROUPS, warps=8)
 
 
 def _small_linears(arch: Arch) -> Iterator[Kernel]:

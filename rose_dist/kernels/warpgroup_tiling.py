@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 from rose_dist.kernels.variants import WARP, Ranges, divisor
 
 WARPGROUP = 4
 """Warps."""
-BLOCK_CELLS = 4
-"""Of 8 columns, in a scale block."""
+ROW_GROUP = 8
+"""Rows of x whose cells, of 16 bytes each, lie together."""
+CELL_BYTES = 16
 REGISTERS = 65536
 """Of an SM."""
 BIAS_BYTES = 64
 """Of 32 matrix rows."""
-MARGIN = 3
-"""Stages of the ring that rows of x must have come for before a feeding warp asks for the next: a computing warp is at
-one, still frees the one before, and is not to wait for the one after."""
 
 
 @dataclass(frozen=True)
 class WarpgroupTiling:
-    """A block's warpgroups take 4 groups of 32 matrix rows each; as many warps as one has feed them.
+    """A block's warpgroups take 4 groups of 32 matrix rows each; a warp of one more feeds them.
 
     A stage of the ring holds columns of all rows of x, then of all matrix rows, then, in an item's last, their biases.
     """
+
+    block_bytes: ClassVar[int] = 64
+    """Of a row of x in a scale block."""
 
     columns: int
     """Scale blocks of a matrix row."""
@@ -43,7 +44,7 @@ class WarpgroupTiling:
 
     def __post_init__(self) -> None:
         assert all(width % 8 == 0 for width in self.widths), self.widths
-        assert self.stages > MARGIN, self.stages
+        assert self.rows // ROW_GROUP + self.warps <= WARP, self.widths
         feeding, computing = self.registers
         # A thread that asks for more than its block was launched with waits for ever.
         assert feeding + self.warpgroups * computing <= (1 + self.warpgroups) * self.launch_registers, self.registers
@@ -59,13 +60,8 @@ class WarpgroupTiling:
         return self.warpgroups * WARPGROUP
 
     @property
-    def feeders(self) -> int:
-        """Warps that copy."""
-        return WARPGROUP
-
-    @property
     def threads(self) -> int:
-        return (self.warps + self.feeders) * WARP
+        return (self.warps + WARPGROUP) * WARP
 
     @property
     def launch_registers(self) -> int:
@@ -80,32 +76,17 @@ class WarpgroupTiling:
     @property
     def cells(self) -> int:
         """Of a row of x, in a stage."""
-        return self.step_columns * BLOCK_CELLS
+        return self.step_columns * self.block_bytes // CELL_BYTES
 
     @property
-    def copy_rows(self) -> int:
-        """Rows of x that a feeding warp copies at a time, a cell a lane."""
-        return WARP // self.cells
-
-    @property
-    def cell_stride(self) -> int:
-        """From a row's even cell to the next one, in cells: the two that a product reads together are in different
-        banks of shared memory, four rows at a time."""
-        return self.rows + 4
-
-    @property
-    def pair_stride(self) -> int:
-        """From two cells to the next two: eight cells of a row are in different banks."""
-        return 2 * self.rows + 5
-
-    def cell_place(self, cell: Any) -> Any:
-        """Of cell number `cell` of a stage's first row, in cells. Those of the rows after it follow."""
-        return cell // 2 * self.pair_stride + cell % 2 * self.cell_stride
+    def group_bytes(self) -> int:
+        """Of a group of rows of x in a stage."""
+        return self.cells * ROW_GROUP * CELL_BYTES
 
     @property
     def x_bytes(self) -> int:
         """Of all rows of x in a stage."""
-        return self.cells // 2 * self.pair_stride * 16
+        return self.rows // ROW_GROUP * self.group_bytes
 
     @property
     def tile_row_bytes(self) -> int:
@@ -120,11 +101,6 @@ class WarpgroupTiling:
     @property
     def stage_bytes(self) -> int:
         return self.bias_offset + self.warps * BIAS_BYTES
-
-    @property
-    def late(self) -> int:
-        """How many stages a feeding warp has asked rows of x for, but not seen them come."""
-        return self.stages - MARGIN
 
     @property
     def ring_offset(self) -> int:

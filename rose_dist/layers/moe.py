@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
 from torch import Tensor, nn
 
 from rose_dist.comm.all_to_all.protocol import AllToAll, Dispatched, Routing
+from rose_dist.kernels import mxfp4_e4m3
 from rose_dist.kernels.combine_norm import takes as takes_rows
 from rose_dist.kernels.formats import FP8
 from rose_dist.kernels.moe_dispatch import PackedRows
@@ -17,7 +19,9 @@ from rose_dist.kernels.route_rows import route_rows
 from rose_dist.kernels.route_rows import takes as takes_router
 from rose_dist.kernels.routing import Router, route
 from rose_dist.kernels.swiglu import Rows
+from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, Ranges
 from rose_dist.layers.expert_map import ExpertMap
+from rose_dist.layers.expert_matrices import MoeActivations
 from rose_dist.layers.experts import Experts
 from rose_dist.layers.linear import Linear
 from rose_dist.layers.norm import RMSNorm
@@ -45,7 +49,7 @@ class MoE(nn.Module):
         dispatched = self._dispatch(x, routing, live_rows)
         rows = ExpertRows(
             dispatched.counts, dispatched.offsets, self._most_rows(x.shape[0]), dispatched.layout,
-            self._listed(dispatched, routing),
+            self._listed(dispatched, routing), dispatched.groups,
         )  # fmt: skip
         expert_out = self.experts(dispatched.x, rows, dispatched.scales)
         out = torch.empty_like(x)
@@ -96,6 +100,22 @@ class MoE(nn.Module):
         return self.exchange.combine_norm(expert_out, dispatched, x, after.weight, after.eps)
 
     def _most_rows(self, tokens: int) -> int:
-        """Rows of the largest expert, three standard deviations above the mean of an even spread."""
-        mean = tokens * self.rule.k / self.experts.held.num_experts
-        return math.ceil(mean + 3 * math.sqrt(mean))
+        return most_rows(tokens, self.rule.k, self.experts.held.num_experts)
+
+
+def most_rows(tokens: int, top_k: int, experts: int) -> int:
+    """Rows of the largest expert, three standard deviations above the mean of an even spread."""
+    mean = tokens * top_k / experts
+    return math.ceil(mean + 3 * math.sqrt(mean))
+
+
+def many_rows(top_k: int, experts: int, activations: MoeActivations) -> Ranges[torch.dtype | None]:
+    """By tokens, the dtype of the rows, in groups, that Hopper's MXFP4 kernels of many rows take; None: of few rows."""
+    chosen = {0: None, EXPERT_GEMM_ROWS: torch.bfloat16}
+    if activations == "fp8":
+        chosen[mxfp4_e4m3.LEAST_ROWS] = torch.uint8
+    by_tokens = {
+        next(tokens for tokens in itertools.count() if most_rows(tokens, top_k, experts) >= rows): dtype
+        for rows, dtype in chosen.items()
+    }
+    return Ranges(tuple(by_tokens), tuple(by_tokens.values()))

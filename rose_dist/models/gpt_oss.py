@@ -17,15 +17,17 @@ from rose_dist.comm.layout import Layout, LayoutError
 from rose_dist.comm.symmetric_memory import SymmetricMemory
 from rose_dist.comm.tensor_group import TensorGroup
 from rose_dist.kernels import layer_meeting
+from rose_dist.kernels.arch import device_info
 from rose_dist.kernels.formats import FP8
 from rose_dist.kernels.fp8_experts import FEW, MANY, require
 from rose_dist.kernels.linear_add import MAX_ROWS
+from rose_dist.kernels.variants import Ranges
 from rose_dist.layers.attention import Attention, HeadShare
 from rose_dist.layers.embedding import OutputHead, VocabParallelEmbedding
 from rose_dist.layers.expert_map import ExpertMap
 from rose_dist.layers.experts import Experts, ExpertShare
 from rose_dist.layers.forward_batch import ForwardBatch, GroupBatch, KVGroup
-from rose_dist.layers.moe import MoE
+from rose_dist.layers.moe import MoE, many_rows
 from rose_dist.layers.norm import RMSNorm
 from rose_dist.models.build_options import BuildOptions
 from rose_dist.models.gpt_oss_config import GptOssConfig
@@ -230,12 +232,21 @@ def _exchange(config: GptOssConfig, options: BuildOptions, tp: TensorGroup) -> A
     gpu = GpuOptions(device=options.device, rank=groups.place.rank)
     if options.moe_weights == "fp8":
         sizes, gpu = fp8_exchange(sizes, gpu, groups.layout)
+    elif options.moe_weights == "mxfp4" and groups.layout.moe_mode != "data_parallel":
+        gpu = replace(gpu, groups=row_groups(sizes, options))
     sizes = replace(sizes, partial_sums=sums_pay(sizes.top_k, groups))
     memory = None
     if groups.layout.moe_mode == "data_parallel":
         size = region_bytes(sizes, groups.topology, tp=groups.layout.tp)
         memory = SymmetricMemory(groups.ep, options.device, size, groups.topology.far)
     return create_all_to_all(sizes, groups, gpu, tp.reduce if isinstance(tp, GpuGroup) else None, memory)
+
+
+def row_groups(sizes: AllToAllConfig, options: BuildOptions) -> Ranges[torch.dtype | None] | None:
+    """`GpuOptions.groups` for MXFP4 experts: where Hopper's kernels of many rows serve."""
+    if not device_info(options.device.index).arch.hopper:
+        return None
+    return many_rows(sizes.top_k, sizes.num_experts, options.moe_activations)
 
 
 def fp8_exchange(sizes: AllToAllConfig, gpu: GpuOptions, layout: Layout) -> tuple[AllToAllConfig, GpuOptions]:

@@ -33,6 +33,7 @@ from rose_dist.kernels.arch import HOPPER, DeviceInfo
 from rose_dist.kernels.paged_attention import DecodeWorkspace
 from rose_dist.layers.expert_matrices import MoeActivations, MoeWeights, PackedMatrix
 from rose_dist.layers.forward_batch import KVStorage
+from rose_dist.layers.moe import many_rows
 from rose_dist.models.build_options import BuildOptions
 from rose_dist.models.convert.random_weights import PRESETS, write_random_checkpoint
 from rose_dist.models.gpt_oss import GptOssForCausalLM, fp8_exchange
@@ -95,6 +96,9 @@ def moved(model: GptOssForCausalLM, place: Any, way: str) -> None:
         sizes, gpu = fp8_exchange(sizes, gpu, Layout.of(1))
     if way == "fp8, as many tokens are":
         gpu = replace(gpu, few_layout=None)
+    if way.startswith("mxfp4"):
+        rows: MoeActivations = "fp8" if way == "mxfp4, rows in fp8" else "bf16"
+        gpu = replace(gpu, groups=many_rows(sizes.top_k, sizes.num_experts, rows))
     on_gpu = Local(sizes, gpu=gpu)
     for layer in model.model.layers:
         assert isinstance(layer, nn.Module)
@@ -191,8 +195,9 @@ def test_steps_are_those_of_the_cpu(way: str, experts: int, tmp_path: Path, monk
     ran, decoded = ([type(kernel).__name__ for kernel in gpu.kernels[at:]] for at in (0, before))
     assert set(ran) >= {"Embed", "RMSNorm", "QKNormRope", "SmallLinear", "DecodeAttention"}, ran
     assert ("PrefillAttention" in ran) == (way == "mxfp4"), ran
+    assert ran.count("ScatterGroups") == (2 if kind == "mxfp4" and experts == 4 else 0)
+    assert "GroupRows" not in ran, ran
     if rows == "fp8":
-        assert ran.count("QuantizeRows") == 2
         assert ran.count("E4m3ExpertGemm") == 4
     if kind == "fp8":
         assert set(ran) >= {"Quantize", "GatedActivation"}, ran

@@ -109,7 +109,8 @@ class Run:
             column_scales=case.column_scales,
         )  # fmt: skip
         if prefill:
-            self.dispatcher._pairs_per_block = 13  # several blocks for few pairs
+            assert self.dispatcher.assigner is not None
+            self.dispatcher.assigner.pairs_per_block = 13  # several blocks for few pairs
         self.out = PackedRows(
             empty(rows, case.row_bytes, dtype=torch.uint8),
             empty(rows, case.scale_bytes, dtype=torch.uint8) if case.scale_bytes else None,

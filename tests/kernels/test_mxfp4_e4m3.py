@@ -13,9 +13,10 @@ from rose_dist.kernels.arch import BLACKWELL, HOPPER, DeviceInfo
 from rose_dist.kernels.e4m3_tiling import E4M3_SHAPES
 from rose_dist.kernels.errors import KernelArgumentError, UnsupportedArchError
 from rose_dist.kernels.mxfp4 import dequantize_mxfp4
-from rose_dist.kernels.mxfp4_e4m3 import GROUPS, SPAN, dequantize_near, expert_mlp_e4m3, launch_gemm, quantize_rows
+from rose_dist.kernels.mxfp4_e4m3 import SPAN, dequantize_near, expert_mlp_e4m3, launch_gemm
 from rose_dist.kernels.mxfp4_experts import ExpertLayer, ExpertRows
 from rose_dist.kernels.mxfp4_layout import PackedMxfp4
+from rose_dist.kernels.row_groups import GROUPS, group_rows
 from rose_dist.kernels.variants import Ranges
 from tests.kernels.conftest import RealGPU, emulated
 from tests.kernels.test_mxfp4_experts import LIMIT, POISON, Layer
@@ -91,7 +92,9 @@ def assert_near(found: torch.Tensor, wanted: torch.Tensor) -> None:
 def test_rows_are_quantised_into_groups(hopper: Any, columns: int, counts: list[int]) -> None:
     layer = Layer(counts, columns, 32, padding=1)
     layer.x[0, 0], layer.x[1] = torch.inf, 0.0
-    codes, scales = (hopper.plain(t) for t in quantize_rows(hopper.tensor(layer.x), layer.expert_rows(hopper)))
+    rows = layer.expert_rows(hopper)
+    grouped = group_rows(hopper.tensor(layer.x), rows.counts, rows.offsets, torch.uint8)
+    codes, scales = (hopper.plain(t) for t in (grouped.cells, grouped.scales))
     live = layer.x[layer.live].float()
     wanted_scales = live.abs().amax(1, keepdim=True).clamp(min=1e-10) * (1.0 / 448)
     wanted_scales[0] = torch.nan

@@ -11,8 +11,16 @@ import torch
 from rose_dist.kernels import mxfp4_experts
 from rose_dist.kernels.errors import KernelArgumentError
 from rose_dist.kernels.mxfp4 import dequantize_mxfp4
-from rose_dist.kernels.mxfp4_experts import ExpertLayer, ExpertRows, expert_linear, expert_mlp, expert_swiglu
+from rose_dist.kernels.mxfp4_experts import (
+    ExpertLayer,
+    ExpertRows,
+    expert_linear,
+    expert_mlp,
+    expert_swiglu,
+    launch_warpgroup_gemm,
+)
 from rose_dist.kernels.mxfp4_layout import PackedMxfp4, pack_mxfp4
+from rose_dist.kernels.row_groups import GROUPS, empty_groups, group_rows
 from rose_dist.kernels.stream_tiling import EXPERT_SHAPES, StreamShape
 from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, Ranges
 from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES
@@ -63,8 +71,35 @@ class Layer:
     def run(self, gpu: Any, *, gated: bool, most: int = 0) -> torch.Tensor:
         bias = None if self.bias is None else gpu.tensor(self.bias)
         x, weight, rows = gpu.tensor(self.x), self.packed(gpu), self.expert_rows(gpu, most)
+        if gpu.info.arch.hopper and rows.most >= EXPERT_GEMM_ROWS:
+            return self.run_groups(gpu, x, ExpertLayer(weight, bias), rows, gated=gated)
         out = expert_swiglu(x, weight, bias, rows, limit=LIMIT) if gated else expert_linear(x, weight, bias, rows)
         return gpu.plain(out)
+
+    def run_groups(
+        self, gpu: Any, x: torch.Tensor, layer: ExpertLayer, rows: ExpertRows, *, gated: bool
+    ) -> torch.Tensor:
+        """One layer as `expert_mlp` has it on Hopper; rows of nobody are poison."""
+        shape, outputs = mxfp4_experts.WARPGROUP_SHAPES.select(rows.most), layer.weight.rows
+        groups = group_rows(x, rows.counts, rows.offsets, torch.bfloat16).cells
+        device = torch.device("cuda", 0)
+        options = {"alpha": 1.702, "limit": LIMIT}
+        if not gated:
+            out = torch.empty(x.shape[0], outputs, dtype=torch.bfloat16, device=device)
+            launch_warpgroup_gemm(groups, layer, rows, out, shape, gated=False, **options)
+            return gpu.plain(out)
+        h = empty_groups(groups.shape[0], outputs // 2, torch.bfloat16, device)
+        launch_warpgroup_gemm(groups, layer, rows, h, shape, gated=True, **options)
+        found, out = (
+            gpu.plain(h),
+            torch.full((x.shape[0], outputs // 2), POISON, dtype=torch.int16).view(torch.bfloat16),
+        )
+        starts = GROUPS.starts(self.counts).tolist()
+        slots = [starts[e] + i for e, count in enumerate(self.counts.tolist()) for i in range(count)]
+        for row, slot in zip(self.live, slots, strict=True):
+            out[row] = found[slot // 8, :, slot % 8].flatten()
+        assert (found.view(torch.int16) == POISON).sum() >= found.numel() - len(slots) * outputs // 2
+        return out
 
 
 def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -259,7 +294,8 @@ def test_true_shapes(most: int) -> None:
         h = expert_swiglu(x, weights[0], biases[0], rows, limit=LIMIT)
         y = expert_linear(h, weights[1], biases[1], rows)
         both = expert_mlp(x, ExpertLayer(weights[0], biases[0]), ExpertLayer(weights[1], biases[1]), rows, limit=LIMIT)
-        assert torch.equal(both, y)
+        assert most >= EXPERT_GEMM_ROWS or torch.equal(both, y)
+        y = both
     for expert in range(6):
         part = slice(int(ends[expert]), int(ends[expert + 1]))
         gate_up = x[part].float() @ dense[0][expert].T + biases[0][expert].float()
@@ -314,8 +350,16 @@ def test_too_many_rows_or_columns(gpu: Any) -> None:
 
     few, wide = zeros(32), zeros(720 * 32)
     counts, offsets = gpu.tensor(torch.zeros(1, dtype=torch.int32)), gpu.tensor(torch.zeros(2, dtype=torch.int64))
-    for most, allowed in ((1, 4095), (100, 1023 * (160 if gpu.info.arch.hopper else 64))):
+    x, layer = gpu.tensor(torch.zeros(196608, 32).bfloat16()), ExpertLayer(few, None)
+    for most, allowed in ((1, 4095), (100, 1023 * 64)):
         with pytest.raises(KernelArgumentError, match=f"x: has 196608 rows; at most {allowed}"):
-            expert_linear(gpu.tensor(torch.zeros(196608, 32).bfloat16()), few, None, ExpertRows(counts, offsets, most))
+            expert_linear(x, few, None, ExpertRows(counts, offsets, most))
+    if gpu.info.arch.hopper:
+        groups = x.view(-1, 4, 8, 8)
+        with pytest.raises(KernelArgumentError, match=f"x: has 196608 rows; at most {1023 * 160}"):
+            launch_warpgroup_gemm(
+                groups, layer, ExpertRows(counts, offsets, 100), x, WARPGROUP_SHAPES.variants[-1], gated=False,
+                alpha=0.0, limit=0.0,
+            )  # fmt: skip
     with pytest.raises(KernelArgumentError, match="columns, which take"):
         expert_linear(gpu.tensor(torch.zeros(1, 720 * 32).bfloat16()), wide, None, ExpertRows(counts, offsets, 1))

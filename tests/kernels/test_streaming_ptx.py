@@ -15,11 +15,11 @@ from rose_dist.kernels.arch import ARCHS, HOPPER, Arch
 from rose_dist.kernels.cute.mxfp4_experts import ExpertLinear
 from rose_dist.kernels.cute.mxfp4_experts_e4m3 import E4m3ExpertGemm
 from rose_dist.kernels.cute.mxfp4_experts_prefill import ExpertGemm
-from rose_dist.kernels.cute.mxfp4_experts_warpgroup import SEGMENTS, WarpgroupExpertGemm
+from rose_dist.kernels.cute.mxfp4_experts_warpgroup import WarpgroupExpertGemm
 from rose_dist.kernels.cute.small_linear import SmallLinear
 from rose_dist.kernels.e4m3_tiling import E4M3_SHAPES
 from rose_dist.kernels.jit import Binary
-from rose_dist.kernels.mxfp4_experts import SHARED_BYTES
+from rose_dist.kernels.mxfp4_experts import GEMM_SEGMENTS, SHARED_BYTES
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES
 from rose_dist.kernels.variants import gemm
 from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES
@@ -125,7 +125,7 @@ def test_products_of_a_warpgroup_overlap_its_decoding() -> None:
         words = np.frombuffer(compiled.cubin[: len(compiled.cubin) // 8 * 8], np.uint64)
         assert np.count_nonzero(words == WARPGROUP_DEPBAR) == waits
         assert binary.facts(compiled).stack_bytes == 0
-        assert tiling.shared_bytes + 4 * 4 * SEGMENTS + 4096 <= SHARED_BYTES
+        assert tiling.shared_bytes + 4 * 4 * GEMM_SEGMENTS + 4096 <= SHARED_BYTES
 
 
 def test_products_in_e4m3_overlap_their_decoding() -> None:
@@ -141,7 +141,7 @@ def test_products_in_e4m3_overlap_their_decoding() -> None:
         words = np.frombuffer(compiled.cubin[: len(compiled.cubin) // 8 * 8], np.uint64)
         assert np.count_nonzero(words == WARPGROUP_DEPBAR) == waits
         assert binary.facts(compiled).stack_bytes == 0
-        assert tiling.shared_bytes + 4 * 4 * SEGMENTS + 4096 <= SHARED_BYTES
+        assert tiling.shared_bytes + 4 * 4 * GEMM_SEGMENTS + 4096 <= SHARED_BYTES
 
 
 def test_what_a_warpgroup_asks_for_is_there() -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from rose_dist.comm.all_to_all.packing import check_live
 from rose_dist.comm.all_to_all.protocol import AllToAll, AllToAllConfig, Dispatched, Handle, Routing
 from rose_dist.kernels.expert_slots import PackedLayout
+from rose_dist.kernels.group_dispatch import GroupDispatcher
 from rose_dist.kernels.moe_combine import combine
 from rose_dist.kernels.moe_dispatch import Dispatcher, PackedRows
+from rose_dist.kernels.row_groups import GROUPS, GroupedRows
+from rose_dist.kernels.variants import Ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +29,9 @@ class GpuOptions:
     """As it wants them of up to `rows_per_expert` tokens; None: as always."""
     column_scales: bool = False
     """Scales, which are fp32, stand by columns: `PackedRows.scales`."""
+    groups: Ranges[torch.dtype | None] | None = None
+    """By the number of tokens: the dtype of rows that are packed in groups, as `GroupDispatcher` packs them; None: not
+    in groups."""
     late_bias: bool = False
     """`combine` will be given a bias."""
     in_flight: int = 1
@@ -46,7 +52,9 @@ class GpuHandle(Handle):
 
     def dispatched(self) -> Dispatched:
         packed = self.packed
-        return Dispatched(packed.x, packed.scales, packed.counts, packed.offsets, self, self.layout, packed.slots)
+        return Dispatched(
+            packed.x, packed.scales, packed.counts, packed.offsets, self, self.layout, packed.slots, packed.groups
+        )
 
 
 class LocalGpu:
@@ -70,7 +78,15 @@ class LocalGpu:
             for layout, most in self._layouts()
         }  # fmt: skip
         self._experts = experts
-        self._most_rows = max(self._rows(layout, most) for layout, most in self._layouts())
+        dtypes = [dtype for dtype in options.groups.variants if dtype] if options.groups else []
+        self._group_dispatcher: GroupDispatcher | None = None
+        if dtypes:
+            self._group_dispatcher = GroupDispatcher(
+                options.device, experts=experts, first_expert=self.first_expert, top_k=config.top_k,
+                columns=config.hidden, dtypes=dtypes, rank=options.rank,
+            )  # fmt: skip
+        layouts = [*self._layouts(), *([(GROUPS, config.max_tokens)] if dtypes else [])]
+        self._most_rows = max(self._rows(layout, most) for layout, most in layouts)
         self._free = [self._buffers(options.device) for _ in range(options.in_flight)]
         self.buffer_bytes = options.in_flight * self._most_rows * (row_bytes + scale_bytes)
         """Of packed rows, which is nearly all."""
@@ -78,7 +94,9 @@ class LocalGpu:
     def check(self) -> None:
         """Raise `WaitExpiredError` if a kernel has waited in vain; reads host memory only."""
         for dispatcher in self._dispatchers.values():
-            dispatcher.report.check()
+            dispatcher.check()
+        if self._group_dispatcher is not None:
+            self._group_dispatcher.check()
 
     def send(
         self, owner: AllToAll, x: torch.Tensor, routing: Routing, scales: torch.Tensor | None,
@@ -90,9 +108,15 @@ class LocalGpu:
         handle.live_rows = rows if isinstance(rows, torch.Tensor) else None
         buffers = self._take()
         handle.release = weakref.finalize(handle, self._free.append, buffers)
-        handle.layout = self._layout_for(tokens)
-        handle.packed = self._view(buffers, handle.layout, tokens)
-        self._dispatchers[handle.layout](x, scales, routing.ids, tokens, handle.live_rows, handle.packed)
+        dtype = self._group_dtype(tokens)
+        handle.layout = self._layout_for(tokens) if dtype is None else GROUPS
+        packed = handle.packed = self._view(buffers, handle.layout, tokens)
+        if dtype is None:
+            self._dispatchers[handle.layout](x, scales, routing.ids, tokens, handle.live_rows, packed)
+        else:
+            assert self._group_dispatcher is not None
+            packed = handle.packed = replace(packed, groups=GroupedRows.within(packed.x, dtype))
+            self._group_dispatcher(x, routing.ids, tokens, handle.live_rows, packed)
         return handle
 
     def packed_by(self, owner: AllToAll, tokens: int, pack: Callable[[PackedRows], Routing]) -> GpuHandle:
@@ -136,6 +160,9 @@ class LocalGpu:
     def _layout_for(self, tokens: int) -> PackedLayout:
         few = self.options.few_layout
         return self.options.layout if few is None or tokens > few.rows_per_expert else few
+
+    def _group_dtype(self, tokens: int) -> torch.dtype | None:
+        return None if self.options.groups is None or not tokens else self.options.groups.select(tokens)
 
     def _rows(self, layout: PackedLayout, tokens: int) -> int:
         return max(layout.alignment, layout.capacity(tokens * self.config.top_k, self._experts))

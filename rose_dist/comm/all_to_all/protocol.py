@@ -12,6 +12,7 @@ import torch
 from rose_dist.kernels.expert_slots import COMPACT, PackedLayout
 from rose_dist.kernels.formats import BlockFormat, Element
 from rose_dist.kernels.moe_dispatch import PackedRows
+from rose_dist.kernels.row_groups import GroupedRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +146,8 @@ class Dispatched:
     """Where all tokens are this GPU's: int32 [tokens, top_k], the row of each pair, −1 if its expert is not here. For
     tokens from the bound on they are any, and `handle.routing.ids` should be −1.
     """
+    groups: GroupedRows | None = None
+    """Where the construction says so, the rows; `x` is then but their memory."""
 
 
 class AllToAll(Protocol):

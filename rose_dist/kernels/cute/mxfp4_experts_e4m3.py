@@ -8,42 +8,32 @@ from typing import Any
 
 from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
-from rose_dist.kernels.cute.e4m3_feeder import E4m3Feeder
 from rose_dist.kernels.cute.e4m3_operands import decode_e4m3, magnitudes, origins, row_factor
-from rose_dist.kernels.cute.expert_segments import list_even_segments, load_experts, load_factors
-from rose_dist.kernels.cute.expert_slots import scan_starts, shared_integers
+from rose_dist.kernels.cute.grouped_expert_gemm import GroupedExpertGemm
 from rose_dist.kernels.cute.mxfp4_operands import barrier, load_shared, next_stage, wait
 from rose_dist.kernels.cute.swiglu import clamped_swiglu_value
 from rose_dist.kernels.dsl import (
     Float32,
     Int32,
     Int64,
-    Stream,
-    Uint8,
     Uint32,
     const_expr,
     cute,
     cutlass,
     range_constexpr,
 )  # fmt: skip
-from rose_dist.kernels.e4m3_tiling import ROW_GROUP, E4m3Tiling
-from rose_dist.kernels.mxfp4_e4m3 import ACTIVATION_EXPONENT, GROUPS
+from rose_dist.kernels.e4m3_tiling import E4m3Tiling
+from rose_dist.kernels.mxfp4_e4m3 import ACTIVATION_EXPONENT
 from rose_dist.kernels.mxfp4_layout import CODE_BYTES, TILE_BYTES
 from rose_dist.kernels.variants import WARP
 from rose_dist.kernels.warpgroup_matrix import (
     await_products,
-    await_sums,
     commit_products,
     descriptor,
     fence_products,
     multiply_add_e4m3_async,
 )
-from rose_dist.kernels.warpgroup_tiling import BIAS_BYTES, WARPGROUP
-
-SEGMENTS = 1024
-"""Most (expert, rows of x at a time) pairs of a launch."""
-CELLS = 2
-"""Of 16 columns, in a scale block."""
+from rose_dist.kernels.warpgroup_tiling import CELL_BYTES, ROW_GROUP
 
 
 @cache
@@ -52,114 +42,13 @@ def launcher(arch: Arch, experts: int, tiles: int, tiling: E4m3Tiling, gated: bo
 
 
 @dataclass(frozen=True)
-class E4m3ExpertGemm(jit.Kernel):
-    """What `mxfp4_e4m3` says, of one layer, gated or not, by items as in `WarpgroupExpertGemm`.
+class E4m3ExpertGemm(GroupedExpertGemm):
+    """What `mxfp4_e4m3` says, of one layer.
 
     A warp has half of its 32 matrix rows under way, one product a scale block, while it decodes the other half.
     """
 
-    experts: int
-    tiles: int
     tiling: E4m3Tiling
-    gated: bool
-
-    @cute.jit
-    def __call__(
-        self, weights: Int64, rescale: Int64, tops: Int64, bias: Int64, x: Int64, scales: Int64, counts: Int64,
-        offsets: Int64, out: Int64, alpha: Float32, limit: Float32, blocks: Int32, stream: Stream,
-    ) -> None:  # fmt: skip
-        """Addresses: those of `ExpertLinear`, except tops, as in `PackedMxfp4`; x, codes in groups of rows; scales,
-        fp32 of each row of codes, 0 without gate; out, codes in groups with a gate, else bf16 rows.
-        """
-        self.kernel(weights, rescale, tops, bias, x, scales, counts, offsets, out, alpha, limit).launch(
-            grid=[blocks, 1, 1], block=[self.tiling.threads, 1, 1], smem=self.tiling.shared_bytes, stream=stream,
-            use_pdl=True, min_blocks_per_mp=1, preferred_smem_carveout=100,
-        )  # fmt: skip
-
-    @property
-    def groups(self) -> int:
-        """Items that a segment needs."""
-        return -(-self.tiles // self.tiling.warps)
-
-    @property
-    def feeder(self) -> E4m3Feeder:
-        return E4m3Feeder(self.tiles, self.tiling)
-
-    @cute.kernel
-    def kernel(
-        self, weights: Int64, rescale: Int64, tops: Int64, bias: Int64, x: Int64, scales: Int64, counts: Int64,
-        offsets: Int64, out: Int64, alpha: Float32, limit: Float32,
-    ) -> None:  # fmt: skip
-        tiling = self.tiling
-        thread = cute.arch.thread_idx()[0]
-        shared = Int32(cute.arch.get_dyn_smem(Uint8, alignment=128).toint())
-        segments = [shared_integers(SEGMENTS) for _ in range(4)]
-        grouped, away = shared_integers(self.experts + 1), shared_integers(self.experts)
-        if thread < 2 * tiling.stages:
-            arrivals = vector.select(thread < tiling.stages, Int32(1), Int32(tiling.warps))
-            cute.arch.mbarrier_init(barrier(shared, thread), arrivals)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        factors = load_factors([rescale], self.experts, tiling.threads)
-        mine = load_experts(counts, offsets, factors, self.experts, tiling.threads)
-        self.find_groups(mine, grouped, away)
-        mine = [(e, count, grouped[vector.min_of(e, Int32(self.experts - 1))], f) for e, count, _, f in mine]
-        items = list_even_segments(mine, segments, tiling.rows, self.experts, tiling.threads, ROW_GROUP) * self.groups
-        warp = cute.arch.make_warp_uniform(thread // WARP)
-        if warp >= tiling.warps:
-            cute.arch.setmaxregister_decrease(tiling.registers[0])
-            if warp == tiling.warps:
-                self.feeder.run(shared, weights, tops, bias, x, scales, segments, items)
-        else:
-            cute.arch.setmaxregister_increase(tiling.registers[1])
-            self.compute(shared, bias, out, alpha, limit, segments, away, items, warp)
-
-    @cute.jit
-    def find_groups(self, mine: list[Any], grouped: cute.Tensor, away: cute.Tensor) -> None:
-        """Where each expert's groups of rows start, and how far from there its rows are in what has no groups."""
-        counted, totals = shared_integers(self.experts), shared_integers(self.tiling.threads // WARP)
-        for i in range_constexpr(len(mine)):
-            if mine[i][0] < self.experts:
-                counted[mine[i][0]] = mine[i][1]
-        cute.arch.sync_threads()
-        scan_starts(counted, grouped, totals, GROUPS, self.experts, self.tiling.threads)
-        for i in range_constexpr(len(mine)):
-            if mine[i][0] < self.experts:
-                away[mine[i][0]] = mine[i][2] - grouped[mine[i][0]]
-
-    @cute.jit
-    def compute(
-        self, shared: Int32, bias: Int64, out: Int64, alpha: Float32, limit: Float32, segments: list[cute.Tensor],
-        away: cute.Tensor, items: Int32, warp: Int32,
-    ) -> None:  # fmt: skip
-        """A computing warp: one tile row of each item. One without does the last one's again, and writes nothing."""
-        tiling = self.tiling
-        stage, parity = Int32(0), Int32(0)
-        for item in range(cute.arch.block_idx()[0], items, cute.arch.grid_dim()[0]):
-            segment, group = item // self.groups, item % self.groups
-            tile = group * tiling.warps + warp
-            if tile - warp % WARPGROUP < self.tiles:
-                rows = [values[segment] for values in segments]
-                rows[0] = away[rows[0]]
-                self.take(shared, bias, out, alpha, limit, rows, tile, stage, parity, 0)
-            else:
-                self.pass_over(shared, stage, parity)
-            stage, parity = self.after_item(stage, parity)
-
-    @cute.jit
-    def take(
-        self, shared: Int32, bias: Int64, out: Int64, alpha: Float32, limit: Float32, rows: list[Int32], tile: Int32,
-        stage: Int32, parity: Int32, number: cutlass.Constexpr,
-    ) -> None:  # fmt: skip
-        """An item, with the least of the widths from that `number` on that holds its rows, as `WarpgroupExpertGemm`."""
-        width = self.tiling.widths[number]
-        if const_expr(width == self.tiling.rows):  # noqa: SIM114 - the other condition is the kernel's, not ours
-            self.finish(shared, bias, out, alpha, limit, rows, tile, stage, parity, number)
-        elif rows[2] <= width:
-            self.finish(shared, bias, out, alpha, limit, rows, tile, stage, parity, number)
-        else:
-            self.take(shared, bias, out, alpha, limit, rows, tile, stage, parity, number + 1)
 
     @cute.jit
     def finish(
@@ -185,47 +74,13 @@ class E4m3ExpertGemm(jit.Kernel):
         if tile < self.tiles:
             if const_expr(self.gated):
                 group = Int64(start // ROW_GROUP) * self.tiles + tile
-                target = out + group * (ROW_GROUP * 16) + (row * 16 + lane // 4 * 2)
+                target = out + group * (ROW_GROUP * CELL_BYTES) + (row * CELL_BYTES + lane // 4 * 2)
                 scales = shared + self.tiling.ring_offset + last * self.tiling.stage_bytes + self.tiling.scale_offset
                 self.write_codes(sums, factors, biases, scales + row * 4, target, count - row, alpha, limit, width)
             else:
                 target = out + (Int64(start + shift + row) * (16 * self.tiles) + (tile * 16 + lane // 4)) * 4
                 self.write_rows(sums, factors, biases, target, count - row, width)
         self.release(shared, last)
-
-    def load_beside(self, shared: Any, stage: Any, offset: Any) -> Any:
-        """A word of a stage."""
-        return load_shared(shared + self.tiling.ring_offset + stage * self.tiling.stage_bytes + offset, 1)[0]
-
-    def load_biases(self, shared: Any, stage: Any, place: Any) -> Any:
-        """Of this lane's pairs of matrix rows, a word each, from an item's last stage."""
-        own = self.tiling.bias_offset + place * BIAS_BYTES + cute.arch.thread_idx()[0] % WARP // 4 * 4
-        return [self.load_beside(shared, stage, own + half * (BIAS_BYTES // 2)) for half in range(2)]
-
-    @cute.jit
-    def after_item(self, stage: Int32, parity: Int32) -> tuple[Int32, Int32]:
-        """The stage and parity that come after an item's."""
-        steps, stages = self.tiling.steps, self.tiling.stages
-        stage += steps % stages
-        parity ^= steps // stages & 1
-        if stage >= stages:
-            stage -= stages
-            parity ^= 1
-        return stage, parity
-
-    @cute.jit
-    def pass_over(self, shared: Int32, stage: Int32, parity: Int32) -> None:
-        """Free an item's stages: a warpgroup that has no tile row."""
-        for _ in range(self.tiling.steps):
-            wait(barrier(shared, stage), parity)
-            self.release(shared, stage)
-            stage, parity = next_stage(stage, parity, self.tiling.stages)
-
-    @cute.jit
-    def release(self, shared: Int32, stage: Int32) -> None:
-        cute.arch.sync_warp()
-        if cute.arch.thread_idx()[0] % WARP == 0:
-            cute.arch.mbarrier_arrive(barrier(shared, stage + self.tiling.stages))
 
     @cute.jit
     def accumulate(
@@ -258,8 +113,7 @@ class E4m3ExpertGemm(jit.Kernel):
                 if const_expr(i == 0):
                     if step > 0:
                         self.release(shared, before)
-        for i, value in enumerate(await_sums([sums[i] for i in range(width)])):
-            sums[i] = value
+        self.settle(sums, width)
         return before
 
     def load_codes(self, shared: Any, stage: Any, place: Any, codes: Any) -> None:
@@ -286,10 +140,10 @@ class E4m3ExpertGemm(jit.Kernel):
         block, half = divmod(number, 2)
         at = half * (width // 2)
         fence_products()
-        right = descriptor(ring + block * (CELLS * ROW_GROUP * 16), ROW_GROUP)
+        right = descriptor(ring + block * (self.tiling.block_bytes * ROW_GROUP), ROW_GROUP)
         total = multiply_add_e4m3_async(
             [sums[at + i] for i in range(width // 2)], [left[i] for i in range(4)], right,
-            CELLS * self.tiling.step_columns,
+            self.tiling.cells,
         )  # fmt: skip
         commit_products()
         for i, value in enumerate(total):
@@ -312,7 +166,7 @@ class E4m3ExpertGemm(jit.Kernel):
                     linear = sums[at + 2] * factors[2 * half + 1] * scale + biases[half][1]
                     codes.append(clamped_swiglu_value(gate, linear, alpha, limit) * Float32(2.0**ACTIVATION_EXPONENT))
                 row = tile * 8 + i
-                place = target + (tile * self.tiles * (ROW_GROUP * 16) + i * 16)
+                place = target + (tile * self.tiles * (ROW_GROUP * CELL_BYTES) + i * CELL_BYTES)
                 ptx.store_where(row < left, place, ptx.to_e4m3x2(*codes))
 
     def write_rows(self, sums: Any, factors: Any, biases: Any, target: Any, left: Any, width: int) -> None:

@@ -25,12 +25,10 @@ from rose_dist.kernels.dsl import (
     cutlass,
     range_constexpr,
 )  # fmt: skip
+from rose_dist.kernels.mxfp4_experts import GEMM_SEGMENTS
 from rose_dist.kernels.mxfp4_layout import CODE_BYTES, TILE_BYTES
 from rose_dist.kernels.variants import WARP, GemmTiling
 from rose_dist.kernels.warp_matrix import load_matrices, multiply_add
-
-SEGMENTS = 1024
-"""Most (expert, 64 rows of x) pairs of a launch."""
 
 
 @cache
@@ -78,7 +76,7 @@ class ExpertGemm(jit.Kernel):
         tiling = self.tiling
         thread = cute.arch.thread_idx()[0]
         shared = Int32(cute.arch.get_dyn_smem(Uint8, alignment=128).toint())
-        segments = [shared_integers(SEGMENTS) for _ in range(4)]
+        segments = [shared_integers(GEMM_SEGMENTS) for _ in range(4)]
         starts = shared_integers(self.experts + 1)
         if thread < 2 * tiling.stages:
             arrivals = vector.select(thread < tiling.stages, Int32(tiling.feeders), Int32(tiling.warps))

@@ -1,4 +1,4 @@
-"""What feeds the expert GEMM in e4m3: bulk copies alone, by one warp."""
+"""What feeds the expert GEMMs of warpgroups: bulk copies alone, by one warp."""
 
 from __future__ import annotations
 
@@ -7,22 +7,30 @@ from typing import Any
 
 from rose_dist.kernels import ptx, vector
 from rose_dist.kernels.cute.mxfp4_operands import barrier, next_stage, wait
-from rose_dist.kernels.dsl import Int32, Int64, cute
-from rose_dist.kernels.e4m3_tiling import ROW_GROUP, E4m3Tiling
+from rose_dist.kernels.dsl import Int32, Int64, const_expr, cute
+from rose_dist.kernels.e4m3_tiling import E4m3Tiling
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES, TILE_ROWS
 from rose_dist.kernels.variants import WARP
-from rose_dist.kernels.warpgroup_tiling import BIAS_BYTES
+from rose_dist.kernels.warpgroup_tiling import BIAS_BYTES, ROW_GROUP, WarpgroupTiling
 
 
 @dataclass(frozen=True)
-class E4m3Feeder:
+class Feeder:
     """tiles: groups of 32 rows of a matrix."""
 
     tiles: int
-    tiling: E4m3Tiling
+    tiling: WarpgroupTiling
 
-    def __post_init__(self) -> None:
-        assert self.row_lanes + self.tiling.warps <= WARP, self.tiling
+    @property
+    def scaled(self) -> bool:
+        """Whether stages hold scales beside x and weights."""
+        return isinstance(self.tiling, E4m3Tiling)
+
+    @property
+    def e4m3(self) -> E4m3Tiling:
+        """The tiling, if it is `scaled`."""
+        assert isinstance(self.tiling, E4m3Tiling)
+        return self.tiling
 
     @property
     def row_lanes(self) -> int:
@@ -34,7 +42,7 @@ class E4m3Feeder:
         self, shared: Int32, weights: Int64, tops: Int64, bias: Int64, x: Int64, scales: Int64,
         segments: list[cute.Tensor], items: Int32,
     ) -> None:  # fmt: skip
-        """All of a block's items. Addresses as in `E4m3ExpertGemm`."""
+        """All of a block's items. Addresses as in `GroupedExpertGemm`."""
         tiling = self.tiling
         groups = -(-self.tiles // tiling.warps)
         # A fresh barrier lets a wait for the phase before its first one pass.
@@ -52,28 +60,27 @@ class E4m3Feeder:
                 self.announce(full, step, here, row_groups, bias, scales)
                 cute.arch.sync_warp()
                 self.copy(target, own, step, here, row_groups, full)
-                if step == 0:
-                    self.copy_beside(target + tiling.tops_offset, tops + place * TILE_ROWS, here * TILE_ROWS, full)
+                if const_expr(self.scaled):
+                    if step == 0:
+                        self.copy_beside(
+                            target + self.e4m3.tops_offset, tops + place * TILE_ROWS, here * TILE_ROWS, full
+                        )
                 if step == tiling.steps - 1:
                     if bias != 0:
                         source, size = bias + place * BIAS_BYTES, here * BIAS_BYTES
                         self.copy_beside(target + tiling.bias_offset, source, size, full)
-                    if scales != 0:
-                        size = row_groups * (ROW_GROUP * 4)
-                        self.copy_beside(target + tiling.scale_offset, scales + Int64(start) * 4, size, full)
+                    if const_expr(self.scaled):
+                        if scales != 0:
+                            size = row_groups * (ROW_GROUP * 4)
+                            self.copy_beside(target + self.e4m3.scale_offset, scales + Int64(start) * 4, size, full)
                 stage, parity = next_stage(stage, parity, tiling.stages)
 
     def source(self, weights: Any, x: Any, place: Any, start: Any) -> Any:
         """Where this lane's group of rows of x or its tile row begins."""
-        lane, columns = cute.arch.thread_idx()[0] % WARP, self.tiling.columns
-        of_x = x + (Int64(start) + lane * ROW_GROUP) * (columns * 32)
-        of_weights = weights + (place + (lane - self.row_lanes)) * (columns * TILE_BYTES)
+        lane, tiling = cute.arch.thread_idx()[0] % WARP, self.tiling
+        of_x = x + (Int64(start) + lane * ROW_GROUP) * (tiling.columns * tiling.block_bytes)
+        of_weights = weights + (place + (lane - self.row_lanes)) * (tiling.columns * TILE_BYTES)
         return vector.select(lane < self.row_lanes, of_x, of_weights)
-
-    @property
-    def group_bytes(self) -> int:
-        """Of 8 rows of x in a stage."""
-        return ROW_GROUP * 32 * self.tiling.step_columns
 
     @cute.jit
     def announce(
@@ -81,14 +88,16 @@ class E4m3Feeder:
     ) -> None:
         """How many bytes a stage is going to get."""
         tiling = self.tiling
-        size = here * tiling.tile_row_bytes + row_groups * self.group_bytes
-        if step == 0:
-            size += here * TILE_ROWS
+        size = here * tiling.tile_row_bytes + row_groups * tiling.group_bytes
+        if const_expr(self.scaled):
+            if step == 0:
+                size += here * TILE_ROWS
         if step == tiling.steps - 1:
             if bias != 0:
                 size += here * BIAS_BYTES
-            if scales != 0:
-                size += row_groups * (ROW_GROUP * 4)
+            if const_expr(self.scaled):
+                if scales != 0:
+                    size += row_groups * (ROW_GROUP * 4)
         if cute.arch.thread_idx()[0] % WARP == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(full, size)
 
@@ -97,8 +106,8 @@ class E4m3Feeder:
         """Start copying a stage's piece of each group of rows of x and of each tile row, a lane each."""
         tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
         if lane < row_groups:
-            source = own + Int64(step) * self.group_bytes
-            ptx.copy_to_shared(target + lane * self.group_bytes, source, Int32(self.group_bytes), full.toint())
+            source = own + Int64(step) * tiling.group_bytes
+            ptx.copy_to_shared(target + lane * tiling.group_bytes, source, Int32(tiling.group_bytes), full.toint())
         tile = lane - self.row_lanes
         if (tile >= 0) & (tile < here):
             size = tiling.tile_row_bytes

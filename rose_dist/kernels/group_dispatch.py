@@ -1,0 +1,43 @@
+"""MoE dispatch of many tokens on one Hopper GPU, into the groups in which its expert GEMMs read rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rose_dist.kernels import checks, jit, launch
+from rose_dist.kernels.moe_dispatch import LIMIT_NS, PackedRows, SlotAssigner
+from rose_dist.kernels.row_groups import GROUPS
+
+
+class GroupDispatcher:
+    """`Dispatcher` for bf16 rows, whose results are `PackedRows.groups`."""
+
+    def __init__(
+        self, device: torch.device, *, experts: int, first_expert: int, top_k: int, columns: int,
+        dtypes: Sequence[torch.dtype], rank: int = 0, limit_ns: int = LIMIT_NS,
+    ) -> None:  # fmt: skip
+        """dtypes: of the groups: bf16, uint8 for e4m3's codes or both."""
+        from rose_dist.kernels.cute.row_groups import RowCells, ScatterGroups  # noqa: PLC0415 - it loads the compiler
+
+        checks.multiple("columns", columns, 16, "they are packed in cells")
+        self._assigner = SlotAssigner(
+            device, experts=experts, first_expert=first_expert, top_k=top_k, layout=GROUPS, rank=rank, limit_ns=limit_ns
+        )
+        arch = self._assigner.info.arch
+        kernels = {dtype: ScatterGroups(arch, top_k, RowCells(columns, dtype is torch.uint8)) for dtype in dtypes}
+        self._scatter = {dtype: jit.load(kernel) for dtype, kernel in kernels.items()}
+
+    def __call__(self, x: Tensor, ids: Tensor, tokens: int, live_rows: Tensor | None, out: PackedRows) -> None:
+        """Dispatch the first `tokens` rows of `x` [tokens, columns], as `Dispatcher`."""
+        groups = out.groups
+        assert groups is not None
+        self._assigner(ids, tokens, live_rows, out)
+        scatter = self._scatter[groups.cells.dtype]
+        launch.run(scatter, out.slots, x, out.slots, live_rows, groups.cells, groups.scales, tokens)
+
+    def check(self) -> None:
+        """As `Dispatcher.check`."""
+        self._assigner.report.check()
