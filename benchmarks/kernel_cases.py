@@ -142,7 +142,6 @@ def activations(peers: Peers) -> Iterator[Case]:
         x, bias = bf16(rows, 2 * columns), bf16(32, 2 * columns)
         which = Rows(experts=torch.arange(rows, device=CUDA, dtype=torch.int32) * 32 // max(rows, 32))
         size, shape = rows * columns * 2, f"{rows}x{columns}"
-        tilings = functools.partial(kernel_variants.activations, rows)
 
         def silu(x: Any = x) -> Any:
             gate, up = x.chunk(2, -1)
@@ -154,10 +153,9 @@ def activations(peers: Peers) -> Iterator[Case]:
             return gate * torch.sigmoid(gate * 1.702) * (linear + 1)
 
         clamped = functools.partial(clamped_swiglu, x, limit=7.0, bias=bias, rows=which)
-        plain_tilings = tilings(quantized=False)
-        yield Case("clamped_swiglu + bias", shape, clamped, 3 * size, {"torch": swiglu}, swiglu, plain_tilings)
+        yield Case("clamped_swiglu + bias", shape, clamped, 3 * size, {"torch": swiglu}, swiglu)
         plain = functools.partial(silu_mul, x)
-        yield Case("silu_mul", shape, plain, 3 * size, {"torch": silu, **peers.silu(x)}, silu, plain_tilings)
+        yield Case("silu_mul", shape, plain, 3 * size, {"torch": silu, **peers.silu(x)}, silu)
         for name, gate, one in (
             ("clamped_swiglu + bias", Gate.CLAMPED_SWIGLU, clamped),
             ("silu_mul", Gate.SILU, plain),
@@ -166,10 +164,7 @@ def activations(peers: Peers) -> Iterator[Case]:
             fused = functools.partial(activate_quantized, gate, x, FP8, **options)
             apart = functools.partial(lambda one: quantize(one(), FP8), one)
             moved = int(2.5 * size) + rows * FP8.blocks(columns) * 4
-            yield Case(
-                f"{name} + fp8", shape, fused, moved, {"ours apart": apart},
-                variants=tilings(quantized=True),
-            )  # fmt: skip
+            yield Case(f"{name} + fp8", shape, fused, moved, {"ours apart": apart})
 
 
 def quantisers(peers: Peers) -> Iterator[Case]:
@@ -197,7 +192,7 @@ def routers(peers: Peers) -> Iterator[Case]:
         (256, Router(8, Score.SIGMOID, groups=8, top_groups=4, scale=2.5), torch.randn(256, device=CUDA)),
         (256, Router(8), None),
     ):
-        for tokens in (1, 8, 32, 128, 4096):
+        for tokens in (1, 8, 32, 64, 128, 4096):
             logits = torch.randn(tokens, experts, device=CUDA)
             if bias is None:
                 logits = logits.to(BF16)

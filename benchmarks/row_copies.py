@@ -12,15 +12,11 @@ import torch
 from benchmarks.graphs import Call
 from rose_dist.kernels import jit, launch, ptx, vector
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, const_expr, cute, range_constexpr
-from rose_dist.kernels.row_tiling import ROW_SHAPES, RowShape, RowTiling, tile
+from rose_dist.kernels.row_tiling import ROW_SHAPES, RowTiling, tile
 
 VECTOR = 16
 """Bytes."""
-GRIDS = {
-    "a copy in its grid": (ROW_SHAPES.select(0), True),
-    "one that waits first": (ROW_SHAPES.select(0), False),
-    "a copy in small blocks": (RowShape(16, 32, split_threads=128), True),
-}
+KINDS = {"a copy in its grid": True, "one that waits first": False}
 """And whether they let the next launch begin before they wait."""
 
 
@@ -41,7 +37,7 @@ class RowCopy(jit.Kernel):
     ) -> None:  # fmt: skip
         blocks = (rows + (self.tiling.rows_per_block - 1)) // self.tiling.rows_per_block
         self.kernel(x, out, residual, total, rows).launch(
-            grid=[blocks * self.tiling.splits, 1, 1], block=[self.tiling.threads, 1, 1], stream=stream, use_pdl=True
+            grid=[blocks, 1, 1], block=[self.tiling.threads, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -73,11 +69,11 @@ class RowCopy(jit.Kernel):
 
 
 def copies(x: torch.Tensor, kept_bytes: int, residual: torch.Tensor | None) -> Iterator[tuple[str, Call]]:
-    """The bytes of a norm of `x`, over as many blocks as the norm has and over more."""
+    """The bytes of a norm of `x`, over as many blocks as the norm has."""
     arch = launch.device(x).arch
     rows, vectors = x.shape[0], x.shape[1] * x.element_size() // VECTOR
-    for name, (shape, early) in GRIDS.items():
-        kernel = RowCopy(arch, tile(vectors, VECTOR, shape), kept_bytes, residual is not None, early)
+    for name, early in KINDS.items():
+        kernel = RowCopy(arch, tile(vectors, VECTOR, ROW_SHAPES.select(0)), kept_bytes, residual is not None, early)
         yield name, partial(_copy, kernel, x, residual, rows * vectors * kept_bytes)
 
 

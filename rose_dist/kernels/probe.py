@@ -21,19 +21,17 @@ class GridBarriers(jit.Kernel):
     repeats: int
     threads: int = 128
     work: bool = True
-    copies: int = 1
-    """Of the counter."""
 
     @cute.jit
     def __call__(
-        self, counter: Int64, base: Uint32, slots: Int64, report: Int64, limit_ns: Int64, blocks: Int32, stream: Stream
+        self, counters: Int64, base: Uint32, slots: Int64, report: Int64, limit_ns: Int64, blocks: Int32, stream: Stream
     ) -> None:  # fmt: skip
-        self.kernel(counter, base, slots, report, limit_ns).launch(
+        self.kernel(counters, base, slots, report, limit_ns).launch(
             grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, cooperative=True
         )
 
     @cute.kernel
-    def kernel(self, counter: Int64, base: Uint32, slots: Int64, report: Int64, limit_ns: Int64) -> None:
+    def kernel(self, counters: Int64, base: Uint32, slots: Int64, report: Int64, limit_ns: Int64) -> None:
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         for i in range(self.repeats):
             if const_expr(self.work):
@@ -42,7 +40,7 @@ class GridBarriers(jit.Kernel):
                     before = ptx.load_relaxed(slot, "gpu")
                     ptx.store_relaxed(slot, before + Uint32(block + 1), "gpu")
             wanted = base + Uint32(blocks) * Uint32(i + 1)
-            sync.grid_barrier(counter, wanted, limit_ns, report, Int32(0), BARRIER_STAGE, self.copies)
+            sync.grid_barrier(counters, wanted, limit_ns, report, Int32(0), BARRIER_STAGE)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,14 @@ from torch import Tensor
 from rose_dist.kernels import checks, jit, launch
 from rose_dist.kernels.formats import BlockFormat, BlockOutput, ScaleLayout
 from rose_dist.kernels.quantize import quantize
-from rose_dist.kernels.row_tiling import QUANTIZE_SHAPES, ROW_SHAPES, SHORT_QUANTIZE_SHAPES, SHORT_ROW_BYTES, RowShape
+from rose_dist.kernels.row_tiling import (
+    LONG_ROW_BYTES,
+    QUANTIZE_SHAPES,
+    ROW_SHAPES,
+    SHORT_QUANTIZE_SHAPES,
+    SHORT_ROW_BYTES,
+    RowShape,
+)
 
 MAX_HIDDEN = 16384
 
@@ -134,18 +141,20 @@ def _prepare(
     rows, hidden = x.shape
     device = launch.device(x)
     pointers = [t.data_ptr() for t in (x, weight, out, residual, total) if t is not None]
-    vector_bytes = launch.widest(device.arch, x.stride(0) * x.element_size(), hidden * x.element_size(), *pointers)
-    shape = _shape(hidden * x.element_size(), rows // device.sms, residual is not None, quantized is not None)
+    row_bytes = hidden * x.element_size()
+    vector_bytes = launch.widest(device.arch, x.stride(0) * x.element_size(), row_bytes, *pointers)
+    shape = row_shape(row_bytes, rows // device.sms, residual is not None, quantized is not None)
     from rose_dist.kernels.cute import rms_norm as cute  # noqa: PLC0415 - it loads the compiler
 
     launcher = cute.launcher(
         device.arch, x.dtype, weight.dtype, hidden, shape, vector_bytes, weight_bias, residual is not None, quantized,
-        ends_chain,
+        ends_chain or row_bytes > LONG_ROW_BYTES,
     )  # fmt: skip
     return launcher, 0 if quantized is None else quantized.layout.padded_rows(rows)
 
 
-def _shape(row_bytes: int, rows_for_each_sm: int, residual: bool, quantized: bool) -> RowShape:
+def row_shape(row_bytes: int, rows_for_each_sm: int, residual: bool, quantized: bool) -> RowShape:
+    """How a norm spreads its rows."""
     short = row_bytes <= SHORT_ROW_BYTES
     if quantized and short and not residual:
         return SHORT_QUANTIZE_SHAPES.select(rows_for_each_sm)

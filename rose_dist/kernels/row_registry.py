@@ -17,10 +17,12 @@ from rose_dist.kernels.formats import FORMATS, FP8, MXFP8, BlockFormat, BlockOut
 from rose_dist.kernels.fp8_experts import FEW
 from rose_dist.kernels.jit import Kernel
 from rose_dist.kernels.qk_norm import Rotary
+from rose_dist.kernels.rms_norm import row_shape
 from rose_dist.kernels.routing import Score
 from rose_dist.kernels.row_tiling import (
     ACTIVATION_SHAPES,
     DECODE_SHAPES,
+    LONG_ROW_BYTES,
     QUANTIZE_SHAPES,
     QUANTIZED_ACTIVATION_SHAPES,
     ROW_SHAPES,
@@ -68,7 +70,9 @@ def norms(arch: Arch) -> Iterator[Kernel]:
     for hidden in (64, 128, *HIDDEN, 16384):
         for shape in ROW_SHAPES.variants:
             for residual in (False, True):
-                yield norm_kernel(arch, dtype, dtype, hidden, shape, width, 0.0, residual, None)
+                yield norm_kernel(
+                    arch, dtype, dtype, hidden, shape, width, 0.0, residual, None, hidden * 2 > LONG_ROW_BYTES
+                )
     yield norm_kernel(arch, dtype, dtype, 2880, ROW_SHAPES.variants[0], width, 0.0, False, None, ends_chain=True)
     output = BlockOutput(FP8, ScaleLayout.ROWS, 128)
     yield norm_kernel(arch, dtype, dtype, 128, SHORT_QUANTIZE_SHAPES.variants[-1], width, 0.0, False, output)
@@ -76,7 +80,12 @@ def norms(arch: Arch) -> Iterator[Kernel]:
         for fmt in (FP8, MXFP8):
             for shape in QUANTIZE_SHAPES.variants:
                 output = BlockOutput(fmt, scale_layouts(fmt, arch)[-1], hidden)
-                yield norm_kernel(arch, dtype, dtype, hidden, shape, width, 0.0, True, output)
+                yield norm_kernel(
+                    arch, dtype, dtype, hidden, shape, width, 0.0, True, output, hidden * 2 > LONG_ROW_BYTES
+                )
+    for fmt in (FP8, MXFP8):
+        output = BlockOutput(fmt, ScaleLayout.ROWS, 128)
+        yield norm_kernel(arch, dtype, dtype, 128, row_shape(256, 8, True, True), width, 0.0, True, output)
 
 
 def qk_norms(arch: Arch) -> Iterator[Kernel]:

@@ -15,8 +15,11 @@ from rose_dist.kernels.errors import KernelError
 
 REPORT_WORDS = 8
 DEFAULT_LIMIT_NS = 10_000_000_000
+COUNTERS = 2
+"""Of a grid barrier, so that not all blocks read the same: 0.85 us instead of 0.88 for 132 blocks
+(H200)."""
 COUNTER_BYTES = 256
-"""From one of a grid barrier's counters to the next."""
+"""From one to the next."""
 POLLS_PER_CLOCK = 32
 """Polls between two looks at the clock, so that a short wait does not pay for it."""
 
@@ -102,22 +105,21 @@ def report_expired(
 
 @cute.jit
 def grid_barrier(
-    counters: Int64, wanted: Uint32, limit_ns: Int64, report: Int64, rank: Int32, stage: cutlass.Constexpr,
-    copies: cutlass.Constexpr = 1,
-) -> None:  # fmt: skip
+    counters: Int64, wanted: Uint32, limit_ns: Int64, report: Int64, rank: Int32, stage: cutlass.Constexpr
+) -> None:
     """All blocks of the grid; they must be co-resident (cooperative launch).
 
-    counters: `copies` u32 in device memory, `COUNTER_BYTES` apart. One thread of every block adds one to each of them
-    (release), so that not all blocks read the same; one thread of every block reads one of them (acquire). They publish
-    what the block wrote before the barrier to every block after it.
+    counters: `COUNTERS` u32 in device memory, `COUNTER_BYTES` apart. Every block adds one to each of them, a thread
+    each (release); one thread of every block reads one of them (acquire). They publish what the block wrote before the
+    barrier to every block after it.
     wanted: the counters' value after all blocks have arrived, i.e. blocks × barriers passed since they were 0.
     """
     cute.arch.sync_threads()
     thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
-    if thread < copies:
+    if thread < COUNTERS:
         ptx.add_release(counters + Int64(thread) * COUNTER_BYTES, Uint32(1), "gpu")
     if thread == 0:
-        read = counters + Int64(block % copies) * COUNTER_BYTES
+        read = counters + Int64(block % COUNTERS) * COUNTER_BYTES
         wait(read, wanted, "gpu", limit_ns, report, rank, rank, stage)
     cute.arch.sync_threads()
 

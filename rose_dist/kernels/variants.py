@@ -56,15 +56,11 @@ class RouterShape:
 ROUTERS = Ranges((0, 65), (RouterShape(warps=1, cluster=0), RouterShape(warps=4, cluster=0)))
 """By tokens, without counts."""
 COUNTING_ROUTERS = Ranges(
-    (0, 9, 65, 129),
-    (
-        RouterShape(warps=8, cluster=1),
-        RouterShape(warps=8, cluster=8),
-        RouterShape(warps=16, cluster=8),
-        RouterShape(warps=4, cluster=0),
-    ),
+    (0, 9, 33),
+    (RouterShape(warps=8, cluster=1), RouterShape(warps=8, cluster=8), RouterShape(warps=4, cluster=0)),
 )
-"""By tokens, with counts: one block or one cluster, with a warp for every token; or two launches."""
+"""By tokens, with counts: one block or one cluster, with a warp for every token; or two launches. H200, 128 tokens:
+1.60 us of 128 experts and 2.45 of DeepSeek's 256, where a cluster took 1.84 and 3.50."""
 
 
 def router_shape(tokens: int, counts: bool) -> RouterShape:

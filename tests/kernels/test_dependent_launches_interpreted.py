@@ -24,10 +24,12 @@ class Chain:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
         self.gpu = emulation.install(monkeypatch, ARCHS[arch])
         self.launches: list[Launch] = []
+        self.kernels: list[jit.Kernel] = []
         monkeypatch.setattr(launch, "run", self._collect)
 
     def _collect(self, kernel: jit.Kernel, on: torch.Tensor, *arguments: object) -> None:
         numbers = [launch.address(a) if isinstance(a, torch.Tensor) or a is None else a for a in arguments]
+        self.kernels.append(kernel)
         self.launches += emulation.compiled(kernel)(*numbers, emulation.stream())
 
     def run(self, launches: list[Launch], seed: int) -> None:
@@ -75,3 +77,11 @@ def test_a_chain_without_its_waits_is_caught(chain: Chain) -> None:
 
     with pytest.raises(PtxError, match=r"with nothing that orders them|written during this launch"):
         run()
+
+
+@pytest.mark.parametrize(("hidden", "early"), [(4096, True), (7168, False)])
+def test_norms_of_long_rows_hold_the_next_launch_back(chain: Chain, hidden: int, early: bool) -> None:
+    rms_norm(chain.gpu.tensor(torch.ones(1, hidden).bfloat16()), chain.gpu.tensor(torch.ones(hidden).bfloat16()), EPS)
+    (kernel,) = chain.kernels
+    before, _ = emulation.compiled(kernel).ptx.split("griddepcontrol.wait;")
+    assert ("griddepcontrol.launch_dependents;" in before) == early

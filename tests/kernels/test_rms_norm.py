@@ -7,13 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from rose_dist.kernels import rms_norm as rms_norm_module
 from rose_dist.kernels.errors import KernelArgumentError
 from rose_dist.kernels.formats import FP8, MXFP4, MXFP8, NVFP4, BlockFormat, ScaleLayout
 from rose_dist.kernels.quantize import dequantize, reference
 from rose_dist.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_quantized
-from rose_dist.kernels.row_tiling import RowShape
-from rose_dist.kernels.variants import Ranges
 
 EPS = 1e-5
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
@@ -50,26 +47,6 @@ def test_many_rows_take_the_bandwidth_variant(gpu: Any) -> None:
     rows = 8 * gpu.info.sms + 3
     x, weight = torch.randn(rows, 256).bfloat16(), torch.randn(256).bfloat16()
     assert_rounded(gpu.plain(rms_norm(gpu.tensor(x), gpu.tensor(weight), EPS)), exact(x, weight))
-
-
-@pytest.mark.parametrize("hidden", [2048, 2880])
-def test_a_row_over_several_blocks(gpu: Any, monkeypatch: pytest.MonkeyPatch, hidden: int) -> None:
-    """2048 columns fill two blocks on Hopper; in 2880 some threads of the last have nothing."""
-    shape = RowShape(bytes=16, threads=32, split_threads=128)
-    for name in ("ROW_SHAPES", "QUANTIZE_SHAPES"):
-        monkeypatch.setattr(rms_norm_module, name, Ranges((0,), (shape,)))
-    x, residual, weight = torch.randn(3, hidden).bfloat16(), torch.randn(3, hidden).bfloat16(), torch.randn(hidden)
-    given = [gpu.tensor(t) for t in (x, residual, weight.bfloat16())]
-    wanted = (x.double() + residual.double()).to(torch.bfloat16)
-    for seed in range(3):
-        gpu.seed = seed
-        normed, total = add_rms_norm(*given, EPS)
-        assert torch.equal(gpu.plain(total), wanted)
-        assert_rounded(gpu.plain(normed), exact(wanted, weight.bfloat16()))
-    codes, scales, _ = rms_norm_quantized(given[0], given[2], EPS, MXFP8)
-    got = gpu.plain(dequantize(codes, scales, MXFP8, dtype=torch.float32)).double()
-    plain = exact(x, weight.bfloat16())
-    assert ((got - plain).abs() <= plain.abs().amax(-1, keepdim=True) * 2**-3).all()
 
 
 @pytest.mark.parametrize("hidden", [256, 2880])

@@ -69,7 +69,7 @@ def test_matches_plain_python(gpu: Any, rule: str, counts: bool) -> None:
 
 @pytest.mark.parametrize("tokens", [20, 64, 128, 300])
 def test_counts_of_many_tokens(gpu: Any, tokens: int) -> None:
-    """One cluster counts up to 128 tokens; beyond, every block adds to global counts."""
+    """One cluster counts up to 32 tokens; beyond, every block adds to global counts."""
     experts = 32
     logits = torch.randn(tokens, experts)
     routing = route(gpu.tensor(logits), Router(2), counts=True)

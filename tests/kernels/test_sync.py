@@ -12,7 +12,7 @@ pytest.importorskip("cutlass")
 from rose_dist.kernels import jit, launch
 from rose_dist.kernels.arch import HOPPER
 from rose_dist.kernels.probe import BARRIER_STAGE, GridBarriers
-from rose_dist.kernels.sync import REPORT_WORDS, WaitExpiredError, WaitReport
+from rose_dist.kernels.sync import COUNTER_BYTES, COUNTERS, REPORT_WORDS, WaitExpiredError, WaitReport
 from tests.kernels.emulation import compiled, stream
 from tests.ptx.errors import PtxError
 from tests.ptx.machine import Machine
@@ -34,10 +34,11 @@ def run(
 ) -> tuple[list[int], torch.Tensor]:
     """Slots and report words after one emulated launch; `weaken` is an instruction to strip of its release."""
     machine = Machine()
-    count = machine.tensor(torch.tensor([counter], dtype=torch.int64).to(torch.uint32).view(torch.int32))
+    words = torch.full((COUNTERS * COUNTER_BYTES // 4,), counter, dtype=torch.int64)
+    counters = machine.tensor(words.to(torch.uint32).view(torch.int32))
     slots, report = machine.zeros(BLOCKS, torch.int32), machine.zeros(REPORT_WORDS, torch.int32)
     host = compiled(KERNEL)
-    launches = host(count.data_ptr(), base, slots.data_ptr(), report.data_ptr(), limit, BLOCKS, stream())
+    launches = host(counters.data_ptr(), base, slots.data_ptr(), report.data_ptr(), limit, BLOCKS, stream())
     if weaken:
         assert weaken in host.ptx
         module = parse(host.ptx.replace(weaken, weaken.replace("release", "relaxed").replace("acquire", "relaxed")))
@@ -96,18 +97,18 @@ def test_on_a_gpu() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     kernel = GridBarriers(HOPPER, 100)
-    counter = torch.zeros(1, dtype=torch.int32, device="cuda")
-    blocks = launch.device(counter).sms
+    counters = torch.zeros(COUNTERS * COUNTER_BYTES // 4, dtype=torch.int32, device="cuda")
+    blocks = launch.device(counters).sms
     slots = torch.zeros(blocks, dtype=torch.int32, device="cuda")
     report = WaitReport({BARRIER_STAGE: "the grid barrier"})
     for _ in range(5):
         slots.zero_()
-        base = int(counter.item())
-        launch.run(jit.load(kernel), counter, counter, base, slots, report.address, 10**9, blocks)
+        base = int(counters[0])
+        launch.run(jit.load(kernel), counters, counters, base, slots, report.address, 10**9, blocks)
         torch.cuda.synchronize()
         report.check()
         assert slots.tolist() == expected(blocks, 100)
-    launch.run(jit.load(kernel), counter, counter, int(counter.item()) + 1, slots, report.address, 10**5, blocks)
+    launch.run(jit.load(kernel), counters, counters, int(counters[0]) + 1, slots, report.address, 10**5, blocks)
     torch.cuda.synchronize()
     with pytest.raises(WaitExpiredError, match="the grid barrier"):
         report.check()

@@ -11,23 +11,23 @@ pytest.importorskip("cutlass")
 
 from rose_dist.kernels.arch import ARCHS
 from rose_dist.kernels.probe import GridBarriers
-from rose_dist.kernels.sync import COUNTER_BYTES, REPORT_WORDS
+from rose_dist.kernels.sync import COUNTER_BYTES, COUNTERS, REPORT_WORDS
 from tests.kernels.emulation import compiled, stream
 from tests.ptx.errors import PtxError
 from tests.ptx.machine import Machine
 from tests.ptx.weaken import Weakening, weakenings
 
-REPEATS, BLOCKS, COPIES, LIMIT_NS = 2, 5, 2, 1 << 40
+REPEATS, BLOCKS, LIMIT_NS = 2, 5, 1 << 40
 EXPECTED = [sum((slot - i) % BLOCKS + 1 for i in range(REPEATS)) for slot in range(BLOCKS)]
 
 
 def run(arch: str, seed: int, weakening: Weakening | None = None, **options: Any) -> bool:
     """Whether all blocks saw one another's writes."""
     machine = Machine()
-    counter, slots = machine.zeros(COPIES * COUNTER_BYTES // 4, torch.int32), machine.zeros(BLOCKS, torch.int32)
+    counters, slots = machine.zeros(COUNTERS * COUNTER_BYTES // 4, torch.int32), machine.zeros(BLOCKS, torch.int32)
     report = machine.zeros(REPORT_WORDS, torch.int32)
-    host = compiled(GridBarriers(ARCHS[arch], REPEATS, threads=64, copies=COPIES))
-    launches = host(counter.data_ptr(), 0, slots.data_ptr(), report.data_ptr(), LIMIT_NS, BLOCKS, stream())
+    host = compiled(GridBarriers(ARCHS[arch], REPEATS, threads=64))
+    launches = host(counters.data_ptr(), 0, slots.data_ptr(), report.data_ptr(), LIMIT_NS, BLOCKS, stream())
     if weakening is not None:
         launches = [weakening.apply(one) for one in launches]
     machine.run(launches, seed=seed, **options)
@@ -36,7 +36,7 @@ def run(arch: str, seed: int, weakening: Weakening | None = None, **options: Any
 
 def orders_of_the_counter(arch: str) -> list[Weakening]:
     """Of the first barrier: nothing reads what the last one orders."""
-    (program,) = compiled(GridBarriers(ARCHS[arch], REPEATS, threads=64, copies=COPIES)).programs.values()
+    (program,) = compiled(GridBarriers(ARCHS[arch], REPEATS, threads=64)).programs.values()
     found = [w for w in weakenings(program, barriers=False) if "gpu" in w.text]
     return found[: len(found) // REPEATS]
 

@@ -21,8 +21,15 @@ from rose_dist.kernels.dsl import (
     cute,
     range_constexpr,
 )  # fmt: skip
-from rose_dist.kernels.formats import BlockOutput
+from rose_dist.kernels.formats import BlockOutput, Element
 from rose_dist.kernels.row_tiling import RowShape, RowTiling, tile
+
+SM_THREADS = 2048
+CROWDED = (Element.E4M3,)
+"""Of which results kernels of short rows with residual are `RMSNorm.crowded` on Hopper. Left alone, the compiler takes
+40 registers for MXFP8 and stores half of every sector of the new residual at the end; with 32, which FP8 has anyway, it
+stores both halves at once. On Blackwell, where a load fills 8 registers, 32 are too few.
+"""
 
 
 @cache
@@ -45,19 +52,17 @@ def norm_kernel(
     count = shape.lane_elements(hidden, vector_bytes, dtype.itemsize, block)
     group = 1 if quantized is None else quantized.lanes(count)
     tiling = tile(hidden // count, count * dtype.itemsize, shape, group=group)
+    short = shape.clusters and tiling.vectors == 1 and weight_dtype is dtype and not arch.blackwell
+    crowded = short and quantized is not None and quantized.fmt.element in CROWDED
     return RMSNorm(
         arch, dtype, weight_dtype, tiling, count, vector_bytes, weight_bias, residual, quantized, shape.streams,
-        shape.clusters, ends_chain,
+        shape.clusters, crowded, ends_chain,
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class RMSNorm(jit.Kernel):
-    """One row a group of threads; the row stays in registers between the sum of squares and the scaling.
-
-    A row that is split takes blocks that each read all of it and write their share, which must not be what another
-    still reads.
-    """
+    """One row a group of threads; the row stays in registers between the sum of squares and the scaling."""
 
     dtype: torch.dtype
     weight_dtype: torch.dtype
@@ -72,8 +77,12 @@ class RMSNorm(jit.Kernel):
     """Rows are asked for before the weights, which otherwise come while the kernel before still runs."""
     clusters: bool
     """Blocks are launched as clusters of one, and so start more slowly."""
+    crowded: bool
+    """Registers leave room for as many threads as an SM can have."""
     ends_chain: bool
-    """The next launch begins only once those before this one are complete: it reads early what they write."""
+    """The next launch begins only once those before this one are complete: it reads early what they write, or would be
+    in the way.
+    """
 
     @cute.jit
     def __call__(
@@ -87,8 +96,10 @@ class RMSNorm(jit.Kernel):
             x, x_stride, weight, residual, residual_stride, total, out, out_stride, scales, padded_rows, global_scale,
             rows, eps,
         ).launch(
-            grid=[blocks * self.tiling.splits, 1, 1], block=[self.tiling.threads, 1, 1],
-            cluster=[1, 1, 1] if self.clusters else None, stream=stream, use_pdl=True,
+            grid=[blocks, 1, 1], block=[self.tiling.threads, 1, 1], cluster=[1, 1, 1] if self.clusters else None,
+            stream=stream, use_pdl=True, min_blocks_per_mp=SM_THREADS // self.tiling.threads if self.crowded else 0,
+            # Rows that are so short need no shared memory.
+            preferred_smem_carveout=0 if self.crowded else None,
         )  # fmt: skip
 
     @cute.kernel
@@ -116,7 +127,6 @@ class RMSNorm(jit.Kernel):
             cute.arch.griddepcontrol_launch_dependents()
         tensor_scale = block_scale.read_global_scale(self.quantized, global_scale)
         values = self.load_sums(x, residual, places)
-        others = [self.load_sums(x, residual, part) for part in self.places_of_others(lane)]
         if const_expr(self.streams):
             weights = self.load_weights(weight, places)
         if const_expr(self.residual):
@@ -129,8 +139,6 @@ class RMSNorm(jit.Kernel):
         weighted = [value.to(Float32) * self.widen(w) for value, w in zip(values, weights, strict=True)]
         largest = self.largest(weighted)
         squares = self.square_sum(values, lane)
-        for shift, part in enumerate(others, 1):
-            squares = squares + self.square_sum(part, self.shifted(lane, shift))
         squares = vector.row_sum(squares, tiling.threads_per_row, tiling.rows_per_block)
         inverse = cute.math.rsqrt(squares * Float32(1.0 / (tiling.row_vectors * count)) + eps)
         for i in range_constexpr(tiling.vectors):
@@ -187,15 +195,3 @@ class RMSNorm(jit.Kernel):
             own = vector.square_sum(value.to(Float32))
             squares = squares + vector.select(vector.in_row(self.tiling, lane, i), own, Float32(0.0))
         return squares
-
-    def places_of_others(self, lane: Any) -> list[list[Any]]:
-        """The vectors that this thread reads for their squares alone: those of its counterpart in each other block."""
-        shifts = range(1, self.tiling.splits)
-        return [
-            [vector.place(self.tiling, self.shifted(lane, shift), i) for i in range(self.tiling.vectors)]
-            for shift in shifts
-        ]
-
-    def shifted(self, lane: Any, shift: int) -> Any:
-        """The lane's counterpart, so many blocks further round the row."""
-        return (lane + shift * self.tiling.threads_per_row) % self.tiling.lanes

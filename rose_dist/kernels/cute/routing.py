@@ -25,7 +25,7 @@ from rose_dist.kernels.dsl import (
     cutlass,
     range_constexpr,
 )  # fmt: skip
-from rose_dist.kernels.routing import MAX_EXPERTS, Score
+from rose_dist.kernels.routing import Score
 from rose_dist.kernels.variants import WARP, RouterShape
 
 MAX_UNROLLED = 8
@@ -79,7 +79,7 @@ class Route(jit.Kernel):
         # A cluster of one would be launched as a cluster, too.
         cluster = [self.shape.cluster, 1, 1] if self.shape.cluster else None
         if const_expr(self.counts and not self.shape.cluster):
-            self.zero(counts).launch(grid=[1, 1, 1], block=[MAX_EXPERTS, 1, 1], stream=stream, use_pdl=True)
+            self.zero(counts).launch(grid=[1, 1, 1], block=[self.per_lane * WARP, 1, 1], stream=stream, use_pdl=True)
         self.kernel(logits, stride, bias, ids, weights, counts, live_rows, tokens, scale).launch(
             grid=[blocks, 1, 1], block=[threads, 1, 1], cluster=cluster, stream=stream, use_pdl=True
         )
