@@ -44,7 +44,7 @@ class SourceOrder:
         """Number of each pair in the order of experts, then counts and starts by expert."""
         blocks = min(self._sms, max(1, -(-tokens * self._top_k // (self._threads * PAIRS_PER_THREAD))))
         launch.run(
-            self._assign, self._slots, ids, live_rows, self._slots, self._counts, self._offsets, self._histograms,
-            self._barrier, report, limit_ns, 0, tokens, blocks, rank,
+            self._assign, self._slots, ids, live_rows, self._slots, None, self._counts, self._offsets,
+            self._histograms, self._barrier, report, limit_ns, 0, tokens, blocks, rank,
         )  # fmt: skip
         return self._slots, self._counts, self._offsets

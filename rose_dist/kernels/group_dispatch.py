@@ -10,6 +10,7 @@ from torch import Tensor
 from rose_dist.kernels import checks, jit, launch
 from rose_dist.kernels.moe_dispatch import LIMIT_NS, PackedRows, SlotAssigner
 from rose_dist.kernels.row_groups import GROUPS
+from rose_dist.kernels.warpgroup_tiling import ROW_GROUP
 
 
 class GroupDispatcher:
@@ -17,26 +18,30 @@ class GroupDispatcher:
 
     def __init__(
         self, device: torch.device, *, experts: int, first_expert: int, top_k: int, columns: int,
-        dtypes: Sequence[torch.dtype], rank: int = 0, limit_ns: int = LIMIT_NS,
+        max_tokens: int, dtypes: Sequence[torch.dtype], rank: int = 0, limit_ns: int = LIMIT_NS,
     ) -> None:  # fmt: skip
         """dtypes: of the groups: bf16, uint8 for e4m3's codes or both."""
-        from rose_dist.kernels.cute.row_groups import RowCells, ScatterGroups  # noqa: PLC0415 - it loads the compiler
+        from rose_dist.kernels.cute.row_groups import GatherGroups, RowCells  # noqa: PLC0415 - it loads the compiler
 
         checks.multiple("columns", columns, 16, "they are packed in cells")
+        self._experts, self._top_k = experts, top_k
         self._assigner = SlotAssigner(
             device, experts=experts, first_expert=first_expert, top_k=top_k, layout=GROUPS, rank=rank, limit_ns=limit_ns
         )
         arch = self._assigner.info.arch
-        kernels = {dtype: ScatterGroups(arch, top_k, RowCells(columns, dtype is torch.uint8)) for dtype in dtypes}
-        self._scatter = {dtype: jit.load(kernel) for dtype, kernel in kernels.items()}
+        kernels = {dtype: GatherGroups(arch, experts, RowCells(columns, dtype is torch.uint8)) for dtype in dtypes}
+        self._gather = {dtype: jit.load(kernel) for dtype, kernel in kernels.items()}
+        most = GROUPS.capacity(max_tokens * top_k, experts)
+        self._sources = torch.empty(most, dtype=torch.int32, device=device)
 
     def __call__(self, x: Tensor, ids: Tensor, tokens: int, live_rows: Tensor | None, out: PackedRows) -> None:
         """Dispatch the first `tokens` rows of `x` [tokens, columns], as `Dispatcher`."""
         groups = out.groups
         assert groups is not None
-        self._assigner(ids, tokens, live_rows, out)
-        scatter = self._scatter[groups.cells.dtype]
-        launch.run(scatter, out.slots, x, out.slots, live_rows, groups.cells, groups.scales, tokens)
+        self._assigner(ids, tokens, live_rows, out, self._sources)
+        gather = self._gather[groups.cells.dtype]
+        most = GROUPS.capacity(tokens * self._top_k, self._experts) // ROW_GROUP
+        launch.run(gather, x, x, self._sources, out.offsets, groups.cells, groups.scales, tokens, most)
 
     def check(self) -> None:
         """As `Dispatcher.check`."""

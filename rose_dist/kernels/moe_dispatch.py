@@ -68,11 +68,15 @@ class SlotAssigner:
         self.pairs_per_block = kernel.threads * PAIRS_PER_THREAD
         self._launcher = jit.load(kernel)
 
-    def __call__(self, ids: Tensor, tokens: int, live_rows: Tensor | None, out: PackedRows) -> None:
-        """Write the slots of the first `tokens` of ids, counts and offsets."""
+    def __call__(
+        self, ids: Tensor, tokens: int, live_rows: Tensor | None, out: PackedRows, sources: Tensor | None = None
+    ) -> None:
+        """Write the slots of the first `tokens` of ids, counts, offsets and, into int32 `sources` [rows], each packed
+        row's token (−1: none).
+        """
         blocks = min(self.info.sms, -(-tokens * self.top_k // self.pairs_per_block))
         launch.run(
-            self._launcher, out.slots, ids, live_rows, out.slots, out.counts, out.offsets, self._histograms,
+            self._launcher, out.slots, ids, live_rows, out.slots, sources, out.counts, out.offsets, self._histograms,
             self._barrier, self.report.address, self.limit_ns, self.first_expert, tokens, blocks, self.rank,
         )  # fmt: skip
 

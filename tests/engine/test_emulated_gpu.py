@@ -195,7 +195,7 @@ def test_steps_are_those_of_the_cpu(way: str, experts: int, tmp_path: Path, monk
     ran, decoded = ([type(kernel).__name__ for kernel in gpu.kernels[at:]] for at in (0, before))
     assert set(ran) >= {"Embed", "RMSNorm", "QKNormRope", "SmallLinear", "DecodeAttention"}, ran
     assert ("PrefillAttention" in ran) == (way == "mxfp4"), ran
-    assert ran.count("ScatterGroups") == (2 if kind == "mxfp4" and experts == 4 else 0)
+    assert ran.count("GatherGroups") == (2 if kind == "mxfp4" and experts == 4 else 0)
     assert "GroupRows" not in ran, ran
     if rows == "fp8":
         assert ran.count("E4m3ExpertGemm") == 4

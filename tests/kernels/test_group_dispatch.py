@@ -39,8 +39,9 @@ def test_rows_stand_in_their_experts_groups(
     wanted, wanted_scales = hopper.plain(out.groups.cells), None if scales is None else hopper.plain(scales)
     bound = None if live is None else hopper.tensor(torch.tensor([live], dtype=torch.int32))
     dispatcher = GroupDispatcher(
-        device, experts=HELD, first_expert=FIRST, top_k=3, columns=columns, dtypes=[torch.bfloat16, torch.uint8]
-    )
+        device, experts=HELD, first_expert=FIRST, top_k=3, columns=columns, max_tokens=tokens,
+        dtypes=[torch.bfloat16, torch.uint8],
+    )  # fmt: skip
     dispatcher(hopper.tensor(x), hopper.tensor(ids), tokens, bound, out)
     dispatcher.check()
     there = tokens if live is None else live

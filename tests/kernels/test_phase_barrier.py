@@ -43,10 +43,8 @@ class Assignment:
         torch.manual_seed(seed)
         ids = self.machine.tensor(torch.randint(-1, EXPERTS, (TOKENS, TOP_K), dtype=torch.int32))
         host = compiled(KERNEL)
-        addresses = (
-            t.data_ptr() for t in (self.slots, self.counts, self.offsets, self.histograms, self.barrier, self.report)
-        )
-        launches = host(ids.data_ptr(), 0, *addresses, limit, 0, TOKENS, blocks, 5, stream())
+        addresses = (t.data_ptr() for t in (self.counts, self.offsets, self.histograms, self.barrier, self.report))
+        launches = host(ids.data_ptr(), 0, self.slots.data_ptr(), 0, *addresses, limit, 0, TOKENS, blocks, 5, stream())
         if weaken[0]:
             assert weaken[0] in host.ptx
             module = parse(host.ptx.replace(*weaken))

@@ -83,7 +83,7 @@ class LocalGpu:
         if dtypes:
             self._group_dispatcher = GroupDispatcher(
                 options.device, experts=experts, first_expert=self.first_expert, top_k=config.top_k,
-                columns=config.hidden, dtypes=dtypes, rank=options.rank,
+                columns=config.hidden, max_tokens=config.max_tokens, dtypes=dtypes, rank=options.rank,
             )  # fmt: skip
         layouts = [*self._layouts(), *([(GROUPS, config.max_tokens)] if dtypes else [])]
         self._most_rows = max(self._rows(layout, most) for layout, most in layouts)

@@ -44,22 +44,25 @@ class AssignSlots(jit.Kernel):
 
     @cute.jit
     def __call__(
-        self, ids: Int64, live_rows: Int64, slots: Int64, counts: Int64, offsets: Int64, histograms: Int64,
-        barrier: Int64, report: Int64, limit_ns: Int64, first_expert: Int32, tokens: Int32, blocks: Int32, rank: Int32,
-        stream: Stream,
+        self, ids: Int64, live_rows: Int64, slots: Int64, sources: Int64, counts: Int64, offsets: Int64,
+        histograms: Int64, barrier: Int64, report: Int64, limit_ns: Int64, first_expert: Int32, tokens: Int32,
+        blocks: Int32, rank: Int32, stream: Stream,
     ) -> None:  # fmt: skip
         """Addresses: ids int32 [tokens, top_k], live_rows int32 [1] or 0; written are slots int32 [tokens, top_k] of
-        live tokens (−1: none), counts int32 [experts] and offsets int64 [experts + 1]. histograms: int32 [blocks,
-        experts], scratch. barrier: u32 of `phase_barrier`.
+        live tokens (−1: none), counts int32 [experts], offsets int64 [experts + 1] and, if not 0, sources int32 [slots
+        up to the last offset]: whose row each slot is for (−1: none). histograms: int32 [blocks, experts], scratch.
+        barrier: u32 of `phase_barrier`.
         """
         self.kernel(
-            ids, live_rows, slots, counts, offsets, histograms, barrier, report, limit_ns, first_expert, tokens, rank
+            ids, live_rows, slots, sources, counts, offsets, histograms, barrier, report, limit_ns, first_expert,
+            tokens, rank,
         ).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True)  # fmt: skip
 
     @cute.kernel
     def kernel(
-        self, ids: Int64, live_rows: Int64, slots: Int64, counts: Int64, offsets: Int64, histograms: Int64,
-        barrier: Int64, report: Int64, limit_ns: Int64, first_expert: Int32, tokens: Int32, rank: Int32,
+        self, ids: Int64, live_rows: Int64, slots: Int64, sources: Int64, counts: Int64, offsets: Int64,
+        histograms: Int64, barrier: Int64, report: Int64, limit_ns: Int64, first_expert: Int32, tokens: Int32,
+        rank: Int32,
     ) -> None:  # fmt: skip
         thread, block, blocks = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         walked, totals = shared_integers(self.warps * self.experts), shared_integers(self.warps)
@@ -85,7 +88,7 @@ class AssignSlots(jit.Kernel):
         self.add_histograms(histograms, block, vector.select(arrived, blocks, Int32(0)), counted, walked)
         scan_starts(counted, starts, totals, self.layout, self.experts, self.threads)
         if block == 0:
-            self.write_counts(counted, starts, counts, offsets)
+            self.write_counts(counted, starts, counts, offsets, sources)
         for at in range(thread, self.warps * self.experts, self.threads):
             walked[at] += starts[at % self.experts]
         cute.arch.sync_threads()
@@ -94,7 +97,7 @@ class AssignSlots(jit.Kernel):
             for i in range_constexpr(AHEAD):
                 pair = first + (step + i) * WARP + thread % WARP
                 wanted = (step + i < steps) & (pair < pairs)
-                self.number(keys[i], pair, wanted, walked, own, starts, slots, arrived)
+                self.number(keys[i], pair, wanted, walked, own, starts, slots, sources, arrived)
 
     def keys(self, ids: Any, first: Any, step: Any, steps: Any, pairs: Any, every: Any, first_expert: Any) -> list[Any]:
         """What a lane's next `AHEAD` pairs are sorted by; −1 for those that are left out. All are loaded at once, and
@@ -126,7 +129,7 @@ class AssignSlots(jit.Kernel):
     @cute.jit
     def number(
         self, expert: Int32, pair: Int32, wanted: Boolean, walked: cute.Tensor, own: Int32, starts: cute.Tensor,
-        slots: Int64, arrived: Boolean,
+        slots: Int64, sources: Int64, arrived: Boolean,
     ) -> None:  # fmt: skip
         """One step of a warp's second walk: `walked` holds each expert's next slot."""
         same, before = self.peers(expert)
@@ -141,6 +144,8 @@ class AssignSlots(jit.Kernel):
             walked[own + expert] += Int32(cute.arch.popc(same))
         if wanted:
             vector.scalar(slots + Int64(pair) * 4, Int32)[0] = slot
+            if (slot >= 0) & (sources != 0):
+                vector.scalar(sources + Int64(slot) * 4, Int32)[0] = pair // self.top_k
         cute.arch.sync_warp()
 
     @cute.jit
@@ -175,8 +180,10 @@ class AssignSlots(jit.Kernel):
         cute.arch.sync_threads()
 
     @cute.jit
-    def write_counts(self, counted: cute.Tensor, starts: cute.Tensor, counts: Int64, offsets: Int64) -> None:
-        """The first block's share: what the grouped GEMM reads."""
+    def write_counts(
+        self, counted: cute.Tensor, starts: cute.Tensor, counts: Int64, offsets: Int64, sources: Int64
+    ) -> None:
+        """The first block's share: what the grouped GEMM reads, and the slots of no pair."""
         for expert in range(cute.arch.thread_idx()[0], self.experts + 1, self.threads):
             vector.scalar(offsets + Int64(expert) * 8, Int64)[0] = Int64(starts[expert])
             if expert < self.experts:
@@ -184,6 +191,9 @@ class AssignSlots(jit.Kernel):
                 if const_expr(self.layout.rows_per_expert > 0):
                     count = vector.min_of(count, Int32(self.layout.rows_per_expert))
                 vector.scalar(counts + Int64(expert) * 4, Int32)[0] = count
+                if sources != 0:
+                    for slot in range(starts[expert] + count, starts[expert + 1]):
+                        vector.scalar(sources + Int64(slot) * 4, Int32)[0] = Int32(-1)
 
 
 PLACES_AT_ONCE = 4

@@ -13,10 +13,6 @@ from rose_dist.kernels.formats import E4M3_MAX, MIN_AMAX
 from rose_dist.kernels.variants import WARP
 from rose_dist.kernels.warpgroup_tiling import CELL_BYTES, ROW_GROUP
 
-PLACES_AT_ONCE = 4
-"""Slots that a thread holds."""
-TOKENS = 4
-"""A block of `ScatterGroups`."""
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
 _TOP, _TOP_MAGNITUDE = 0xFFFF0000, 0x7FFF0000
 
@@ -28,7 +24,7 @@ def launcher(arch: Arch, experts: int, columns: int, e4m3: bool) -> jit.Launcher
 
 @dataclass(frozen=True)
 class RowCells:
-    """A row that a warp holds: of its cells, each lane every 32nd."""
+    """A row that 32 lanes hold, of one warp or of several: of its cells, each every 32nd."""
 
     columns: int
     e4m3: bool
@@ -146,51 +142,57 @@ class GroupRows(jit.Kernel):
 
 
 @dataclass(frozen=True)
-class ScatterGroups(jit.Kernel):
-    """A warp a token: its row, read and quantised once, to its slots. To be launched right after `AssignSlots`, as
-    `ScatterRows`.
+class GatherGroups(jit.Kernel):
+    """A block a group, whose rows come from wherever they are. To be launched right after `AssignSlots`.
+
+    Each eight lanes, which memory units take together, have two neighbouring cells of four neighbouring rows: they read
+    and write whole sectors, of 32 bytes. What one row's warp would write are half ones.
     """
 
-    top_k: int
+    experts: int
     cells: RowCells
 
     @cute.jit
     def __call__(
-        self, x: Int64, slots: Int64, live_rows: Int64, groups: Int64, scales: Int64, tokens: Int32, stream: Stream
-    ) -> None:
-        """Addresses: x, bf16 [tokens, columns]; slots int32 [tokens, top_k]; live_rows int32 [1] or 0; groups and
-        scales as in `GroupRows`.
+        self, x: Int64, sources: Int64, offsets: Int64, groups: Int64, scales: Int64, tokens: Int32, most: Int32,
+        stream: Stream,
+    ) -> None:  # fmt: skip
+        """Addresses: x, bf16 [tokens, columns]; sources and offsets of `AssignSlots`; groups and scales as in
+        `GroupRows`, up to `most` groups.
         """
-        self.kernel(x, slots, live_rows, groups, scales, tokens).launch(
-            grid=[(tokens + (TOKENS - 1)) // TOKENS, 1, 1], block=[TOKENS * WARP, 1, 1], stream=stream, use_pdl=True
+        self.kernel(x, sources, offsets, groups, scales, tokens).launch(
+            grid=[most, 1, 1], block=[ROW_GROUP * WARP, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, x: Int64, slots: Int64, live_rows: Int64, groups: Int64, scales: Int64, tokens: Int32) -> None:
-        cells, thread = self.cells, cute.arch.thread_idx()[0]
-        lane, token = thread % WARP, cute.arch.block_idx()[0] * TOKENS + thread // WARP
-        own = vector.min_of(token, tokens - 1)
-        # What `ScatterRows` says of its rows is true of these.
-        words = cells.load(x + Int64(own) * (cells.columns * 2), lane)
-        scale = Float32(0.0)
-        if const_expr(cells.e4m3):
-            scale = cells.scale(words)
-            words = cells.quantised(words, scale)
+    def kernel(self, x: Int64, sources: Int64, offsets: Int64, groups: Int64, scales: Int64, tokens: Int32) -> None:
+        cells, thread, first = self.cells, cute.arch.thread_idx()[0], cute.arch.block_idx()[0] * ROW_GROUP
+        lane, warp = thread % WARP, thread // WARP
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        own = slots + Int64(own) * (self.top_k * 4)
-        places = self.places(own, 0)
-        ptx.exit_if(token >= vector.live_rows(live_rows, tokens))
-        for j in range_constexpr(self.top_k):
-            if const_expr(j > 0 and j % PLACES_AT_ONCE == 0):
-                places = self.places(own, j)
-            slot = Int32(places[j % PLACES_AT_ONCE])
-            if slot >= 0:
-                cells.store(words, groups, slot, lane)
-                if const_expr(cells.e4m3):
-                    if lane == 0:
-                        vector.scalar(scales + Int64(slot) * 4, Float32)[0] = scale
+        row = lane % 4 + lane // 8 % 2 * 4
+        own = vector.scalar(sources + Int64(first + row) * 4, Int32)[0]
+        measured = vector.scalar(sources + Int64(first + warp) * 4, Int32)[0]
+        end = Int32(vector.scalar(offsets + Int64(self.experts) * 8, Int64)[0])
+        ptx.exit_if(first >= end)
+        scale = Float32(0.0)
+        if const_expr(cells.e4m3):
+            found = cute.make_tensor(cute.arch.alloc_smem(Float32, ROW_GROUP), cute.make_layout(ROW_GROUP))
+            whole = cells.scale(cells.load(self.source(x, measured, tokens), lane))
+            if lane == 0:
+                found[warp] = whole
+                if measured >= 0:
+                    vector.scalar(scales + Int64(first + warp) * 4, Float32)[0] = whole
+            cute.arch.sync_threads()
+            scale = found[row]
+        place = warp * 4 + lane // 16 * 2 + lane // 4 % 2
+        words = cells.load(self.source(x, own, tokens), place)
+        if const_expr(cells.e4m3):
+            words = cells.quantised(words, scale)
+        if own >= 0:
+            cells.store(words, groups, first + row, place)
 
-    def places(self, own: Any, first: int) -> list[Any]:
-        """Slots of a token from choice `first` on, whose loads are under way together."""
-        return [vector.scalar(own + j * 4, Int32)[0] for j in range(first, min(first + PLACES_AT_ONCE, self.top_k))]
+    def source(self, x: Any, token: Any, tokens: Any) -> Any:
+        """A token's row, or another where there is none."""
+        held = vector.max_of(vector.min_of(Int32(token), tokens - 1), Int32(0))
+        return x + Int64(held) * (self.cells.columns * 2)
