@@ -8,11 +8,14 @@ from typing import Any
 
 from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
-from rose_dist.kernels.dsl import Float32, Int32, Int64, Stream, Uint32, const_expr, cute, range_constexpr
+from rose_dist.kernels.dsl import Float32, Int32, Int64, Stream, Uint8, Uint32, const_expr, cute, range_constexpr
 from rose_dist.kernels.formats import E4M3_MAX, MIN_AMAX
 from rose_dist.kernels.variants import WARP
+from rose_dist.kernels.warp_matrix import await_copies, commit_copies, copy_async, load_shared_16b
 from rose_dist.kernels.warpgroup_tiling import CELL_BYTES, ROW_GROUP
 
+STEP_BYTES = WARP * ROW_GROUP * CELL_BYTES
+"""A group's cells that a block takes at a time, 32."""
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
 _TOP, _TOP_MAGNITUDE = 0xFFFF0000, 0x7FFF0000
 
@@ -24,7 +27,7 @@ def launcher(arch: Arch, experts: int, columns: int, e4m3: bool) -> jit.Launcher
 
 @dataclass(frozen=True)
 class RowCells:
-    """A row that 32 lanes hold, of one warp or of several: of its cells, each every 32nd."""
+    """A row that a warp holds: of its cells, each lane every 32nd."""
 
     columns: int
     e4m3: bool
@@ -143,14 +146,19 @@ class GroupRows(jit.Kernel):
 
 @dataclass(frozen=True)
 class GatherGroups(jit.Kernel):
-    """A block a group, whose rows come from wherever they are. To be launched right after `AssignSlots`.
+    """A block a group, a warp a row, from wherever it is. To be launched right after `AssignSlots`.
 
-    Each eight lanes, which memory units take together, have two neighbouring cells of four neighbouring rows: they read
-    and write whole sectors, of 32 bytes. What one row's warp would write are half ones.
+    Rows are read one by one, and written side by side as a group has them. Between the two they are in shared memory,
+    row r of cell c of bf16 at place r xor c mod 8 of the cell's, so that banks don't meet.
     """
 
     experts: int
     cells: RowCells
+
+    @property
+    def copies(self) -> int:
+        """Of a lane, 16 bytes each."""
+        return self.cells.steps * self.cells.vectors
 
     @cute.jit
     def __call__(
@@ -161,38 +169,66 @@ class GatherGroups(jit.Kernel):
         `GroupRows`, up to `most` groups.
         """
         self.kernel(x, sources, offsets, groups, scales, tokens).launch(
-            grid=[most, 1, 1], block=[ROW_GROUP * WARP, 1, 1], stream=stream, use_pdl=True
-        )
+            grid=[most, 1, 1], block=[ROW_GROUP * WARP, 1, 1], smem=self.copies * STEP_BYTES, stream=stream,
+            use_pdl=True, preferred_smem_carveout=100,
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(self, x: Int64, sources: Int64, offsets: Int64, groups: Int64, scales: Int64, tokens: Int32) -> None:
-        cells, thread, first = self.cells, cute.arch.thread_idx()[0], cute.arch.block_idx()[0] * ROW_GROUP
-        lane, warp = thread % WARP, thread // WARP
+        cells, thread, group = self.cells, cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        warp, row, first = thread // WARP, thread % ROW_GROUP, group * ROW_GROUP
+        shared = Int32(cute.arch.get_dyn_smem(Uint8, alignment=128).toint())
+        found = cute.make_tensor(cute.arch.alloc_smem(Float32, ROW_GROUP), cute.make_layout(ROW_GROUP))
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        row = lane % 4 + lane // 8 % 2 * 4
-        own = vector.scalar(sources + Int64(first + row) * 4, Int32)[0]
-        measured = vector.scalar(sources + Int64(first + warp) * 4, Int32)[0]
-        end = Int32(vector.scalar(offsets + Int64(self.experts) * 8, Int64)[0])
+        read, written = self.source(sources, first + warp), self.source(sources, first + row)
+        end = Int32(ptx.load_relaxed_u64(offsets + self.experts * 8, "gpu"))
         ptx.exit_if(first >= end)
-        scale = Float32(0.0)
+        # A group's rows of no pair are read as some token's, and not written.
+        token = vector.max_of(vector.min_of(read, tokens - 1), Int32(0))
+        self.copy(x + Int64(token) * (cells.columns * 2), shared, warp)
         if const_expr(cells.e4m3):
-            found = cute.make_tensor(cute.arch.alloc_smem(Float32, ROW_GROUP), cute.make_layout(ROW_GROUP))
-            whole = cells.scale(cells.load(self.source(x, measured, tokens), lane))
-            if lane == 0:
-                found[warp] = whole
-                if measured >= 0:
-                    vector.scalar(scales + Int64(first + warp) * 4, Float32)[0] = whole
-            cute.arch.sync_threads()
-            scale = found[row]
-        place = warp * 4 + lane // 16 * 2 + lane // 4 % 2
-        words = cells.load(self.source(x, own, tokens), place)
-        if const_expr(cells.e4m3):
-            words = cells.quantised(words, scale)
-        if own >= 0:
-            cells.store(words, groups, first + row, place)
+            scale = cells.scale(self.copied(shared, warp))
+            if thread % WARP == 0:
+                found[warp] = scale
+                if read >= 0:
+                    vector.scalar(scales + Int64(first + warp) * 4, Float32)[0] = scale
+        cute.arch.sync_threads()
+        if written >= 0:
+            target = groups + Int64(group) * (cells.cells * ROW_GROUP * CELL_BYTES) + thread * CELL_BYTES
+            for step in range_constexpr(cells.steps):
+                words = self.cell(shared, row, thread // ROW_GROUP + step * WARP)
+                if const_expr(cells.e4m3):
+                    words = cells.quantised(words, found[row])
+                if thread // ROW_GROUP + step * WARP < cells.cells:
+                    vector.store_words(target + step * STEP_BYTES, words, Uint32, CELL_BYTES)
 
-    def source(self, x: Any, token: Any, tokens: Any) -> Any:
-        """A token's row, or another where there is none."""
-        held = vector.max_of(vector.min_of(Int32(token), tokens - 1), Int32(0))
-        return x + Int64(held) * (self.cells.columns * 2)
+    def source(self, sources: Any, slot: Any) -> Any:
+        return Int32(ptx.load_relaxed(sources + Int64(slot) * 4, "gpu"))
+
+    def copy(self, source: Any, shared: Any, row: Any) -> None:
+        """A warp's row, the last cell in place of any beyond; each lane awaits its own copies."""
+        lane, last = cute.arch.thread_idx()[0] % WARP, self.cells.cells * self.cells.vectors - 1
+        for step in range(self.copies):
+            held = vector.min_of(lane + step * WARP, Int32(last))
+            target = self.place(shared, row, lane) + step * STEP_BYTES
+            copy_async(target, source + Int64(held) * CELL_BYTES, CELL_BYTES, CELL_BYTES)
+        commit_copies()
+        await_copies(0)
+
+    def copied(self, shared: Any, row: Any) -> list[Any]:
+        """What this lane has copied."""
+        own, words = self.place(shared, row, cute.arch.thread_idx()[0] % WARP), []
+        for step in range(self.copies):
+            words += load_shared_16b(own + step * STEP_BYTES)
+        return words
+
+    def cell(self, shared: Any, row: Any, number: Any) -> list[Any]:
+        """A cell of a row, as words of bf16."""
+        words = []
+        for i in range(self.cells.vectors):
+            words += load_shared_16b(self.place(shared, row, number * self.cells.vectors + i))
+        return words
+
+    def place(self, shared: Any, row: Any, cell: Any) -> Any:
+        return shared + (cell * ROW_GROUP + (row ^ (cell % ROW_GROUP))) * CELL_BYTES
