@@ -60,8 +60,8 @@ FP8 = {
     "fp8 160": FP8_160,
     "fp8 160, 1 feeder": replace(FP8_160, feeders=1),
     **{f"fp8 160, {columns} blocks a stage":
-       replace(FP8_160, widths=(88, 112, 120, 128, 144, 160), step_columns=columns, stages=stages)
-       for columns, stages in ((5, 4), (6, 3))},
+       replace(FP8_160, widths=widths, step_columns=columns, stages=stages)
+       for columns, stages, widths in ((5, 4, (88, 112, 120, 128, 144, 160)), (6, 3, (112, 128, 144, 160)))},
     "fp8 128": FP8_128,
     **{f"fp8 128, {columns} blocks a stage": replace(FP8_128, step_columns=columns, stages=stages)
        for columns, stages in ((5, 4), (6, 4))},
