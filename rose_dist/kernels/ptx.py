@@ -72,13 +72,6 @@ def load_acquire_u64(address: Any, scope: str, *, loc: Any = None, ip: Any = Non
 
 
 @dsl_user_op
-def zero_once_loaded(address: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """0, but no earlier than the u32 at `address` has come."""
-    text = "{ .reg .b32 word; ld.relaxed.gpu.global.u32 word, [$1]; popc.b32 word, word; shr.u32 $0, word, 6; }"
-    return Uint32(_asm(text, "=r,l", T.i32(), Int64(address), loc=loc, ip=ip))
-
-
-@dsl_user_op
 def load_relaxed(address: Any, scope: str, *, loc: Any = None, ip: Any = None) -> Any:
     """u32 at `address`, coherent but unordered."""
     text = f"ld.relaxed.{_check(scope)}.global.u32 $0, [$1];"

@@ -250,17 +250,14 @@ def test_both_layers_in_one_launch(
     assert (got[dead].view(torch.int16) == POISON).all()
 
 
-@pytest.mark.parametrize("rows", [48, 1200])
 @pytest.mark.parametrize("counts", [[1, 0, 3], [0, 1]], ids=str)
-def test_what_comes_next_is_brought_into_l2(gpu: Any, counts: list[int], rows: int) -> None:
-    """Every byte once, by blocks that have items; of many, the first before those."""
+def test_what_comes_next_is_brought_into_l2(gpu: Any, counts: list[int]) -> None:
+    """Every byte once, by blocks that have items."""
     if gpu.real:
         pytest.skip("a cache's content does not show there")
-    from rose_dist.kernels.cute.look_ahead import TURN  # noqa: PLC0415 - it loads the compiler
-
     first, second = Layer(counts, 64, 128), Layer(counts, 64, 64)
     gate_up, down = (ExpertLayer(layer.packed(gpu), gpu.tensor(layer.bias)) for layer in (first, second))
-    ahead = gpu.tensor(torch.zeros(rows, 200).bfloat16())
+    ahead = gpu.tensor(torch.zeros(48, 200).bfloat16())
     expert_mlp(gpu.tensor(first.x), gate_up, down, first.expert_rows(gpu), limit=LIMIT, ahead=ahead)
     base, end = ahead.data_ptr(), 0
     spans = sorted((memory.base + offset - base, size) for memory, offset, size in gpu.machine.prefetched)
@@ -268,7 +265,6 @@ def test_what_comes_next_is_brought_into_l2(gpu: Any, counts: list[int], rows: i
         assert begin == end
         end += size
     assert end == ahead.nbytes
-    assert (TURN in (size for _, size in spans)) == (rows > 48)
 
 
 @pytest.mark.gpu(1)

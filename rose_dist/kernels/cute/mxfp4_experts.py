@@ -22,7 +22,6 @@ from rose_dist.kernels import jit, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute.expert_segments import count_segments, list_segments, load_experts, load_factors
 from rose_dist.kernels.cute.expert_slots import shared_integers
-from rose_dist.kernels.cute.look_ahead import look_ahead_slowly
 from rose_dist.kernels.cute.mxfp4_feed import Feeder
 from rose_dist.kernels.cute.mxfp4_operands import barrier, decode, load_shared, next_stage, wait
 from rose_dist.kernels.cute.mxfp4_sums import Sums
@@ -101,11 +100,6 @@ class ExpertLinear(jit.Kernel):
         self.set_up(shared)
         # Far from any cache by now, and no one's result.
         factors = load_factors([rescale, second_rescale][: len(self.tiles)], self.experts, tiling.threads)
-        feeds = cute.arch.make_warp_uniform(thread // WARP) == tiling.warps
-        asked = Int64(0)
-        if const_expr(both):
-            if feeds:
-                asked = look_ahead_slowly(ahead, ahead_bytes)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         mine = load_experts(counts, offsets, factors, self.experts, tiling.threads)
@@ -115,10 +109,10 @@ class ExpertLinear(jit.Kernel):
         end = vector.max_of(shares[0][2], shares[1][2]) if both else shares[0][2]
         list_segments(mine, starts, segments, base, base + end, tiling.rows, self.experts)
         items, tile, ends = ([share[i] for share in shares] for i in range(3))
-        if feeds:
+        if cute.arch.make_warp_uniform(thread // WARP) == tiling.warps:
             Feeder(self.tiles, tiling).run(
                 shared, [weights, second_weights], [x, out], segments, items, tile, ends,
-                [counter, report, limit_ns], [ahead + asked, ahead_bytes - asked],
+                [counter, report, limit_ns], [ahead, ahead_bytes],
             )  # fmt: skip
         else:
             state = [Int32(0), Int32(0), Int32(1), Int32(tiling.buffers - 1), Int32(1)]
