@@ -1,6 +1,6 @@
 """The kernels of MXFP4 expert layers with many rows, gpt-oss-120b, side by side, at the sizes of prompts.
 
-    python -m benchmarks.expert_gemms [--tokens 512 1024 2048 4096] [--kernels "bf16 rows 160" ...] [--out D]
+    python -m benchmarks.expert_gemms [--tokens 512 1024 2048 4096] [--kernels "bf16 56*" ...] [--out D]
 
 Each is checked against fp32 first, those with rows in FP8 against fp32 on values quantised alike; a failed check ends
 the run. Routing is uniform, as in `benchmarks.experts`. Rows are there in groups: what making those of packed rows
@@ -10,6 +10,7 @@ takes, which a dispatch on one GPU does by itself, is a column of its own.
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import sys
 import time
@@ -23,30 +24,48 @@ from torch import Tensor
 
 from benchmarks.experts import FLOP_A_ROW, LAYERS, LIMIT, MODELS, Layer, per_layer, routed, show
 from benchmarks.graphs import copy_rate, table
+from benchmarks.kernel_builds import build
+from rose_dist.kernels import jit, launch
 from rose_dist.kernels.e4m3_tiling import E4M3_SHAPES
-from rose_dist.kernels.mxfp4 import dequantize_mxfp4
+from rose_dist.kernels.mxfp4 import BLOCK, dequantize_mxfp4
 from rose_dist.kernels.mxfp4_e4m3 import launch_gemm as launch_e4m3
 from rose_dist.kernels.mxfp4_e4m3 import reference as reference_e4m3
 from rose_dist.kernels.mxfp4_experts import ExpertLayer, ExpertRows, launch_warp_gemm, launch_warpgroup_gemm
+from rose_dist.kernels.mxfp4_layout import TILE_BYTES
 from rose_dist.kernels.row_groups import group_rows
 from rose_dist.kernels.swiglu import ALPHA
 from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES
 
 TOKENS = (512, 1024, 2048, 4096)
-BF16_160 = WARPGROUP_SHAPES.variants[-1]
+BF16_56, BF16_80, BF16_160 = WARPGROUP_SHAPES.variants[1:]
 BF16 = {
-    **{f"bf16 rows {shape.widths[-1]}": shape for shape in WARPGROUP_SHAPES.variants},
-    "bf16 rows 128": replace(BF16_160, widths=(96, 112, 128), stages=8),
-    "bf16 rows 160, 3 blocks a stage": replace(BF16_160, step_columns=3, stages=4),
-}
+    **{f"bf16 {shape.widths[-1]}": shape for shape in WARPGROUP_SHAPES.variants},
+    "bf16 56, 1 feeder": replace(BF16_56, feeders=1),
+    **{f"bf16 56, {columns} blocks a stage": replace(BF16_56, step_columns=columns, stages=stages)
+       for columns, stages in ((3, 6), (5, 4), (6, 3), (9, 2))},
+    **{f"bf16 56, 2 warpgroups, {columns} blocks a stage":
+       replace(BF16_56, step_columns=columns, stages=stages, warpgroups=2, registers=(40, 232))
+       for columns, stages in ((2, 12), (3, 8), (5, 5))},
+    "bf16 160, 1 feeder": replace(BF16_160, feeders=1),
+    "bf16 160, 3 blocks a stage": replace(BF16_160, step_columns=3, stages=4),
+}  # fmt: skip
 """By the most rows of x that warpgroups multiply at a time."""
 FP8_64, FP8_160 = E4M3_SHAPES.variants
+FP8_128 = replace(FP8_160, widths=(48, 72, 80, 112, 120, 128), stages=7)
 FP8 = {
-    "fp8 rows 64": FP8_64,
-    "fp8 rows 128": replace(FP8_160, widths=(48, 72, 80, 112, 120, 128), stages=7),
-    "fp8 rows 160": FP8_160,
-    "fp8 rows 160, 5 blocks a stage": replace(FP8_160, widths=(88, 112, 120, 128, 144, 160), step_columns=5, stages=4),
-}
+    "fp8 64": FP8_64,
+    "fp8 64, 1 feeder": replace(FP8_64, feeders=1),
+    **{f"fp8 64, {columns} blocks a stage": replace(FP8_64, step_columns=columns, stages=stages)
+       for columns, stages in ((5, 4), (6, 4))},
+    "fp8 160": FP8_160,
+    "fp8 160, 1 feeder": replace(FP8_160, feeders=1),
+    **{f"fp8 160, {columns} blocks a stage":
+       replace(FP8_160, widths=widths, step_columns=columns, stages=stages)
+       for columns, stages, widths in ((5, 4, (88, 112, 120, 128, 144, 160)), (6, 3, (112, 128, 144, 160)))},
+    "fp8 128": FP8_128,
+    **{f"fp8 128, {columns} blocks a stage": replace(FP8_128, step_columns=columns, stages=stages)
+       for columns, stages in ((5, 4), (6, 4))},
+}  # fmt: skip
 """As `BF16`."""
 KERNELS = (*BF16, *FP8)
 Call = Callable[[Layer], object]
@@ -121,19 +140,37 @@ def reference_bf16(x: Tensor, gate_up: ExpertLayer, down: ExpertLayer, rows: Exp
     return out
 
 
+def kernels_of(name: str, layer: Layer) -> list[jit.Kernel]:
+    """What `name` launches on this GPU; none of "warp"."""
+    from rose_dist.kernels.cute.mxfp4_experts_e4m3 import E4m3ExpertGemm  # noqa: PLC0415 - they load the compiler
+    from rose_dist.kernels.cute.mxfp4_experts_warpgroup import WarpgroupExpertGemm  # noqa: PLC0415
+
+    arch, kernels = launch.device(layer.gate_up.data).arch, list[jit.Kernel]()
+    for weight, gated in ((layer.gate_up, True), (layer.down, False)):
+        sizes = (arch, weight.experts, weight.data.shape[1])
+        if name in FP8:
+            kernels.append(E4m3ExpertGemm(*sizes, FP8[name].tiling(weight.columns // BLOCK), gated))
+        elif name in BF16:
+            kernels.append(WarpgroupExpertGemm(*sizes, BF16[name].tiling(weight.columns // BLOCK, TILE_BYTES), gated))
+    return kernels
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
-    parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=("warp", *KERNELS))
+    parser.add_argument("--kernels", nargs="+", default=["*"], help=f"patterns of: warp, {', '.join(KERNELS)}")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     begin = time.perf_counter()
     rate = copy_rate()
     print(f"copy rate {rate / 1e6:.2f} TB/s", flush=True)
     layers = [Layer.random(MODELS["gpt-oss-120b"]) for _ in range(LAYERS)]
+    names = [name for name in ("warp", *KERNELS) if any(fnmatch.fnmatch(name, own) for own in arguments.kernels)]
+    build([kernel for name in names for kernel in kernels_of(name, layers[0])])
+    print(f"[{time.perf_counter() - begin:5.1f} s] compiled", flush=True)
     rows: list[dict[str, Any]] = []
     for tokens in arguments.tokens:
-        for name in arguments.kernels:
+        for name in names:
             rows.append(figures(layers, tokens, name, rate))
             show(begin, rows[-1])
     results = {"gpu": torch.cuda.get_device_name(0), "copy TB/s": rate / 1e6, "rows": rows}

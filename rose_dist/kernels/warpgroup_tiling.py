@@ -20,7 +20,7 @@ BIAS_BYTES = 64
 
 @dataclass(frozen=True)
 class WarpgroupTiling:
-    """A block's warpgroups take 4 groups of 32 matrix rows each; a warp of one more feeds them.
+    """A block's warpgroups take 4 groups of 32 matrix rows each; warps of one more feed them.
 
     A stage of the ring holds columns of all rows of x, then of all matrix rows, then, in an item's last, their biases.
     """
@@ -41,10 +41,14 @@ class WarpgroupTiling:
     """Of 32 by 32 weights."""
     registers: tuple[int, int]
     """Of a feeding and of a computing thread, once they are shared out anew."""
+    feeders: int
+    """Warps that copy, up to 4, a divisor of those that compute."""
 
     def __post_init__(self) -> None:
         assert all(width % 8 == 0 for width in self.widths), self.widths
-        assert self.rows // ROW_GROUP + self.warps <= WARP, self.widths
+        assert self.feeders <= WARPGROUP, self.feeders
+        assert self.warps % self.feeders == 0, self.feeders
+        assert self.rows // ROW_GROUP + self.warps <= self.feeders * WARP, self.widths
         feeding, computing = self.registers
         # A thread that asks for more than its block was launched with waits for ever.
         assert feeding + self.warpgroups * computing <= (1 + self.warpgroups) * self.launch_registers, self.registers
@@ -122,12 +126,13 @@ class WarpgroupShape:
     stages: int
     warpgroups: int
     registers: tuple[int, int]
+    feeders: int = WARPGROUP
 
     def tiling(self, columns: int, tile_bytes: int) -> WarpgroupTiling:
         """For matrices of `columns` scale blocks a row."""
         return WarpgroupTiling(
             columns, warpgroups=self.warpgroups, widths=self.widths, step_columns=divisor(columns, self.step_columns),
-            stages=self.stages, tile_bytes=tile_bytes, registers=self.registers,
+            stages=self.stages, tile_bytes=tile_bytes, registers=self.registers, feeders=self.feeders,
         )  # fmt: skip
 
 
