@@ -1,6 +1,6 @@
 """The kernels of MXFP4 expert layers with many rows, gpt-oss-120b, side by side, at the sizes of prompts.
 
-    python -m benchmarks.expert_gemms [--tokens 512 1024 2048 4096] [--kernels "bf16 56*" ...] [--out D]
+    python -m benchmarks.expert_gemms [--tokens 512 1024 2048 4096] [--kernels "bf16*" ...] [--out D]
 
 Each is checked against fp32 first, those with rows in FP8 against fp32 on values quantised alike; a failed check ends
 the run. Routing is uniform, as in `benchmarks.experts`. Rows are there in groups: what making those of packed rows
@@ -37,35 +37,9 @@ from rose_dist.kernels.swiglu import ALPHA
 from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES
 
 TOKENS = (512, 1024, 2048, 4096)
-BF16_56, BF16_80, BF16_160 = WARPGROUP_SHAPES.variants[1:]
-BF16 = {
-    **{f"bf16 {shape.widths[-1]}": shape for shape in WARPGROUP_SHAPES.variants},
-    "bf16 56, 1 feeder": replace(BF16_56, feeders=1),
-    **{f"bf16 56, {columns} blocks a stage": replace(BF16_56, step_columns=columns, stages=stages)
-       for columns, stages in ((3, 6), (5, 4), (6, 3), (9, 2))},
-    **{f"bf16 56, 2 warpgroups, {columns} blocks a stage":
-       replace(BF16_56, step_columns=columns, stages=stages, warpgroups=2, registers=(40, 232))
-       for columns, stages in ((2, 12), (3, 8), (5, 5))},
-    "bf16 160, 1 feeder": replace(BF16_160, feeders=1),
-    "bf16 160, 3 blocks a stage": replace(BF16_160, step_columns=3, stages=4),
-}  # fmt: skip
+BF16 = {f"bf16 {shape.widths[-1]}": shape for shape in WARPGROUP_SHAPES.variants}
 """By the most rows of x that warpgroups multiply at a time."""
-FP8_64, FP8_160 = E4M3_SHAPES.variants
-FP8_128 = replace(FP8_160, widths=(48, 72, 80, 112, 120, 128), stages=7)
-FP8 = {
-    "fp8 64": FP8_64,
-    "fp8 64, 1 feeder": replace(FP8_64, feeders=1),
-    **{f"fp8 64, {columns} blocks a stage": replace(FP8_64, step_columns=columns, stages=stages)
-       for columns, stages in ((5, 4), (6, 4))},
-    "fp8 160": FP8_160,
-    "fp8 160, 1 feeder": replace(FP8_160, feeders=1),
-    **{f"fp8 160, {columns} blocks a stage":
-       replace(FP8_160, widths=widths, step_columns=columns, stages=stages)
-       for columns, stages, widths in ((5, 4, (88, 112, 120, 128, 144, 160)), (6, 3, (112, 128, 144, 160)))},
-    "fp8 128": FP8_128,
-    **{f"fp8 128, {columns} blocks a stage": replace(FP8_128, step_columns=columns, stages=stages)
-       for columns, stages in ((5, 4), (6, 4))},
-}  # fmt: skip
+FP8 = {f"fp8 {shape.widths[-1]}": shape for shape in E4M3_SHAPES.variants}
 """As `BF16`."""
 KERNELS = (*BF16, *FP8)
 Call = Callable[[Layer], object]

@@ -41,14 +41,10 @@ class WarpgroupTiling:
     """Of 32 by 32 weights."""
     registers: tuple[int, int]
     """Of a feeding and of a computing thread, once they are shared out anew."""
-    feeders: int
-    """Warps that copy, up to 4, a divisor of those that compute."""
 
     def __post_init__(self) -> None:
         assert all(width % 8 == 0 for width in self.widths), self.widths
-        assert self.feeders <= WARPGROUP, self.feeders
-        assert self.warps % self.feeders == 0, self.feeders
-        assert self.rows // ROW_GROUP + self.warps <= self.feeders * WARP, self.widths
+        assert self.rows // ROW_GROUP + self.warps <= WARPGROUP * WARP, self.widths
         feeding, computing = self.registers
         # A thread that asks for more than its block was launched with waits for ever.
         assert feeding + self.warpgroups * computing <= (1 + self.warpgroups) * self.launch_registers, self.registers
@@ -126,13 +122,12 @@ class WarpgroupShape:
     stages: int
     warpgroups: int
     registers: tuple[int, int]
-    feeders: int = WARPGROUP
 
     def tiling(self, columns: int, tile_bytes: int) -> WarpgroupTiling:
         """For matrices of `columns` scale blocks a row."""
         return WarpgroupTiling(
             columns, warpgroups=self.warpgroups, widths=self.widths, step_columns=divisor(columns, self.step_columns),
-            stages=self.stages, tile_bytes=tile_bytes, registers=self.registers, feeders=self.feeders,
+            stages=self.stages, tile_bytes=tile_bytes, registers=self.registers,
         )  # fmt: skip
 
 
@@ -140,7 +135,7 @@ WARPGROUP_SHAPES = Ranges(
     (0, 33, 57, 89),
     (
         WarpgroupShape(widths=(8, 16, 24, 32), step_columns=2, stages=11, warpgroups=3, registers=(56, 152)),
-        WarpgroupShape(widths=(24, 32, 40, 56), step_columns=2, stages=9, warpgroups=3, registers=(56, 152)),
+        WarpgroupShape(widths=(24, 32, 40, 56), step_columns=6, stages=3, warpgroups=3, registers=(56, 152)),
         WarpgroupShape(widths=(56, 72, 80), step_columns=2, stages=8, warpgroups=3, registers=(32, 160)),
         WarpgroupShape(widths=(96, 128, 144, 160), step_columns=2, stages=7, warpgroups=2, registers=(40, 232)),
     ),

@@ -151,7 +151,7 @@ def test_scales_far_below_a_rows_largest_are_raised(hopper: Any) -> None:
     ("counts", "columns", "inner", "outputs", "widths"),
     [
         ([33, 0, 64, 17], 160, 32, 288, (32, 40, 64)),
-        ([170, 1, 137], 96, 64, 32, (48, 88, 144)),
+        ([170, 1, 137], 768, 64, 32, (112, 144)),
     ],
     ids=str,
 )

@@ -11,13 +11,13 @@ from rose_dist.kernels.dsl import Int32, Int64, const_expr, cute
 from rose_dist.kernels.e4m3_tiling import E4m3Tiling
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES, TILE_ROWS
 from rose_dist.kernels.variants import WARP
-from rose_dist.kernels.warpgroup_tiling import BIAS_BYTES, ROW_GROUP, WarpgroupTiling
+from rose_dist.kernels.warpgroup_tiling import BIAS_BYTES, ROW_GROUP, WARPGROUP, WarpgroupTiling
 
 
 @dataclass(frozen=True)
 class Feeder:
-    """The feeding warps: each copies every `feeders`th tile row and group of 8 rows of x, a lane each. A warp's lanes
-    issue their copies one after the other, some ten dependent instructions each: hence several warps.
+    """The feeding warps: each copies every fourth tile row and group of 8 rows of x, a lane each. A warp's lanes
+    issue their copies one after the other, some ten dependent instructions each: hence a whole warpgroup.
 
     tiles: groups of 32 rows of a matrix.
     """
@@ -44,7 +44,7 @@ class Feeder:
         """Feeding warp number `feeder`, all of its block's items. Addresses as in `GroupedExpertGemm`."""
         tiling = self.tiling
         groups = -(-self.tiles // tiling.warps)
-        own = cute.arch.thread_idx()[0] % WARP * tiling.feeders + feeder
+        own = cute.arch.thread_idx()[0] % WARP * WARPGROUP + feeder
         # A fresh barrier lets a wait for the phase before its first one pass.
         stage, parity = Int32(0), Int32(1)
         for item in range(cute.arch.block_idx()[0], items, cute.arch.grid_dim()[0]):
@@ -77,7 +77,7 @@ class Feeder:
 
     def shared_out(self, count: Any, feeder: Any) -> Any:
         """How many of 0 … count − 1 are this feeder's."""
-        return (count + (self.tiling.feeders - 1) - feeder) // self.tiling.feeders
+        return (count + (WARPGROUP - 1) - feeder) // WARPGROUP
 
     @cute.jit
     def announce(

@@ -79,7 +79,7 @@ class GroupedExpertGemm(jit.Kernel):
         segments = [shared_integers(GEMM_SEGMENTS) for _ in range(4)]
         grouped, away = shared_integers(self.experts + 1), shared_integers(self.experts)
         if thread < 2 * tiling.stages:
-            arrivals = vector.select(thread < tiling.stages, Int32(tiling.feeders), Int32(tiling.warps))
+            arrivals = vector.select(thread < tiling.stages, Int32(WARPGROUP), Int32(tiling.warps))
             cute.arch.mbarrier_init(barrier(shared, thread), arrivals)
         cute.arch.mbarrier_init_fence()
         cute.arch.griddepcontrol_wait()
@@ -92,8 +92,7 @@ class GroupedExpertGemm(jit.Kernel):
         warp = cute.arch.make_warp_uniform(thread // WARP)
         if warp >= tiling.warps:
             cute.arch.setmaxregister_decrease(tiling.registers[0])
-            if warp < tiling.warps + tiling.feeders:
-                self.feeder.run(shared, weights, tops, bias, x, scales, segments, items, warp - tiling.warps)
+            self.feeder.run(shared, weights, tops, bias, x, scales, segments, items, warp - tiling.warps)
         else:
             cute.arch.setmaxregister_increase(tiling.registers[1])
             self.compute(shared, bias, out, alpha, limit, segments, away, items, warp)
