@@ -16,8 +16,8 @@ from rose_dist.kernels.variants import WARP
 from rose_dist.kernels.warpgroup_tiling import REGISTERS
 
 THREAD_REGISTERS, PER_SM = 40, 4
-"""Registers that a thread makes do with, so that a block fits beside one of the experts', and for how many blocks an SM
-is to have room."""
+"""Registers that a thread makes do with, so that a block fits beside one of the experts' (in most of their shapes); and
+the most blocks for which the compiler is told to leave room."""
 
 
 @cache
