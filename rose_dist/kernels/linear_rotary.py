@@ -19,9 +19,8 @@ def takes(weight: Tensor, head_dim: int, cache_dtype: torch.dtype) -> bool:
 
 
 def linear_rotary(
-    x: Tensor, weight: Tensor, bias: Tensor, key_heads: int, cos: Tensor, sin: Tensor, cache: PagedCache, *,
-    ahead: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor, bias: Tensor, key_heads: int, cos: Tensor, sin: Tensor, cache: PagedCache
+) -> Tensor:
     """Project, rotate the NeoX halves of query and key heads, and write keys and values to the cache.
 
     Args:
@@ -32,7 +31,6 @@ def linear_rotary(
         cos, sin: fp32 [rows, head_dim / 2], already scaled by YaRN's concentration; like the weights, not written by
             the launches just before, and neither are `cache.slots`.
         cache: bf16 keys and values [slots, key heads, head_dim].
-        ahead: dense weights that a later launch reads, which are brought into L2.
 
     Returns:
         The queries, bf16 [rows, query heads, head_dim]. The projection is rounded before it is rotated, as
@@ -53,8 +51,7 @@ def linear_rotary(
     launcher = cute.launcher(launch.device(x).arch, weight.shape[1], head_dim)
     launch.run(
         launcher, x, x, x.stride(0), weight, bias, cos, sin, cache.slots, cache.keys, cache.values,
-        cache.keys.stride(0), cache.keys.stride(1), out, ahead, 0 if ahead is None else ahead.nbytes, x.shape[0],
-        query_heads, key_heads,
+        cache.keys.stride(0), cache.keys.stride(1), out, x.shape[0], query_heads, key_heads,
     )  # fmt: skip
     return out
 

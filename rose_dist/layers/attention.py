@@ -116,9 +116,7 @@ class Attention(nn.Module):
         """[tokens, heads · head_dim], of this rank's heads."""
         qkv, cache = self.qkv_proj, batch.storage.layer(layer, batch.slots)
         assert qkv.bias is not None
-        q = project_heads(
-            x, qkv.weight, qkv.bias, self.heads.local_key_heads, cos, sin, cache, ahead=self.o_proj.weight
-        )
+        q = project_heads(x, qkv.weight, qkv.bias, self.heads.local_key_heads, cos, sin, cache)
         attended = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for work in batch.work:
             work.attend(q, cache.keys, cache.values, self.sinks, self.scale, attended)

@@ -12,8 +12,10 @@ pytest.importorskip("cutlass")
 from rose_dist.kernels import binary, jit, launch, registry
 from rose_dist.kernels.arch import ARCHS
 from rose_dist.kernels.combine_norm import combine_norm
+from rose_dist.kernels.cute.combine_norm import CombineNorm
 from rose_dist.kernels.cute.linear_add import LinearAdd
 from rose_dist.kernels.cute.linear_rotary import LinearRotary
+from rose_dist.kernels.cute.mxfp4_experts import ExpertLinear
 from rose_dist.kernels.cute.route_rows import RouteRows
 from rose_dist.kernels.linear_add import linear_add
 from rose_dist.kernels.linear_rotary import linear_rotary
@@ -152,3 +154,18 @@ def test_the_router_starts_beside_the_output_projection(arch: str) -> None:
     )
     assert "L2::256B" not in after
     assert "st.global" not in before
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_a_norm_has_registers_beside_the_experts(arch: str) -> None:
+    """The SM's registers are given to a warp by the 256. Experts of four rows a segment need a few more."""
+    norm = next(k for k in registry._few_rows(ARCHS[arch]) if isinstance(k, CombineNorm))
+    experts = [k for k in registry.kernels(ARCHS[arch]) if isinstance(k, ExpertLinear) and len(k.tiles) == 2]
+    taken = {k.tiling.rows: registers(k, k.tiling.threads) for k in experts}
+    assert set(taken) == {1, 4, 8}
+    assert registers(norm, norm.threads) + max(taken[1], taken[8]) <= REGISTERS
+
+
+def registers(kernel: jit.Kernel, threads: int) -> int:
+    """Of a block."""
+    return -(-binary.facts(jit.compile_binary(kernel)).registers // 8) * 8 * threads

@@ -13,6 +13,11 @@ from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute.moe_combine import VECTOR_BYTES, Combine
 from rose_dist.kernels.dsl import TYPES, Float32, Int32, Int64, Stream, cute
 from rose_dist.kernels.variants import WARP
+from rose_dist.kernels.warpgroup_tiling import REGISTERS
+
+THREAD_REGISTERS, PER_SM = 40, 4
+"""Registers that a thread makes do with, so that a block fits beside one of the experts' (in most of their shapes); and
+the most blocks for which the compiler is told to leave room."""
 
 
 @cache
@@ -32,6 +37,10 @@ class CombineNorm(jit.Kernel):
     def threads(self) -> int:
         return -(-self.source.vectors // WARP) * WARP
 
+    @property
+    def per_sm(self) -> int:
+        return min(PER_SM, REGISTERS // (THREAD_REGISTERS * self.threads))
+
     @cute.jit
     def __call__(
         self, rows: Int64, row_stride: Int64, slots: Int64, weights: Int64, residual: Int64,
@@ -41,8 +50,8 @@ class CombineNorm(jit.Kernel):
         same) and out [tokens, hidden], scale [hidden], all of the rows' dtype.
         """
         self.kernel(rows, row_stride, slots, weights, residual, total, scale, out, eps).launch(
-            grid=[tokens, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1,
-            preferred_smem_carveout=100,
+            grid=[tokens, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True,
+            min_blocks_per_mp=self.per_sm, preferred_smem_carveout=100,
         )  # fmt: skip
 
     @cute.kernel

@@ -8,7 +8,6 @@ from typing import Any
 
 from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
-from rose_dist.kernels.cute.look_ahead import look_ahead
 from rose_dist.kernels.cute.mxfp4_operands import load_shared
 from rose_dist.kernels.cute.resident_weights import ResidentWeights, halves, rows_of_lane
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint8, Uint16, Uint32, cute, range_constexpr
@@ -49,18 +48,17 @@ class LinearRotary(jit.Kernel):
     @cute.jit
     def __call__(
         self, x: Int64, x_stride: Int64, weight: Int64, bias: Int64, cos: Int64, sin: Int64, slots: Int64, keys: Int64,
-        values: Int64, cache_slot: Int64, cache_head: Int64, out: Int64, ahead: Int64, ahead_bytes: Int64, rows: Int32,
-        query_heads: Int32, key_heads: Int32, stream: Stream,
+        values: Int64, cache_slot: Int64, cache_head: Int64, out: Int64, rows: Int32, query_heads: Int32,
+        key_heads: Int32, stream: Stream,
     ) -> None:  # fmt: skip
         """Addresses, strides in elements: x bf16 [rows, inputs]; weight bf16 [heads · head_dim, inputs] and bias of all
         query, key and value heads; cos and sin fp32 [rows, head_dim / 2]; slots int64 [rows]; keys and values bf16
-        [slots, key heads, head_dim]; out bf16 [rows, query heads, head_dim]. ahead, ahead_bytes: what a later launch
-        reads, 0 bytes for nothing.
+        [slots, key heads, head_dim]; out bf16 [rows, query heads, head_dim].
         """
         heads = query_heads + 2 * key_heads
         self.kernel(
-            x, x_stride, weight, bias, cos, sin, slots, keys, values, cache_slot, cache_head, out, ahead, ahead_bytes,
-            rows, query_heads, key_heads,
+            x, x_stride, weight, bias, cos, sin, slots, keys, values, cache_slot, cache_head, out, rows, query_heads,
+            key_heads,
         ).launch(
             grid=[heads * self.blocks, 1, 1], block=[self.weights.threads, 1, 1],
             smem=self.shared_bytes, stream=stream, use_pdl=True,
@@ -70,8 +68,8 @@ class LinearRotary(jit.Kernel):
     @cute.kernel
     def kernel(
         self, x: Int64, x_stride: Int64, weight: Int64, bias: Int64, cos: Int64, sin: Int64, slots: Int64, keys: Int64,
-        values: Int64, cache_slot: Int64, cache_head: Int64, out: Int64, ahead: Int64, ahead_bytes: Int64, rows: Int32,
-        query_heads: Int32, key_heads: Int32,
+        values: Int64, cache_slot: Int64, cache_head: Int64, out: Int64, rows: Int32, query_heads: Int32,
+        key_heads: Int32,
     ) -> None:  # fmt: skip
         product = self.weights
         cute.arch.griddepcontrol_launch_dependents()
@@ -79,8 +77,7 @@ class LinearRotary(jit.Kernel):
         head, place = self.of_lane(cute.arch.thread_idx()[0] % WARP)
         output = Int64(head * self.head_dim + place)
         first, gap = weight + output * (product.inputs * 2), self.head_dim * product.inputs
-        warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP)
-        writes = warp == 0
+        writes = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP) == 0
         if writes:
             # Far from any cache by now: before the weights, or they would come last.
             for half in range_constexpr(2):
@@ -90,8 +87,6 @@ class LinearRotary(jit.Kernel):
             self.copy_turns(shared, cos, sin, slots, place, rows)
         commit_copies()
         held = product.fetch(first, first + gap, shared)
-        if warp == product.shape.warps - 1:
-            look_ahead(ahead, ahead_bytes)
         cute.arch.griddepcontrol_wait()
         sums = product.multiply(held, shared, product.load_rows(x, x_stride, rows))
         await_copies(0)
