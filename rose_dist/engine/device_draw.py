@@ -12,7 +12,7 @@ from torch import Tensor
 from rose_dist.engine.draw import bits
 from rose_dist.engine.request import Request
 from rose_dist.engine.transfer import ToHost, to_device
-from rose_dist.kernels.draw import NO_DRAW, DrawRule, draw, fits, rule_words, workspace
+from rose_dist.kernels.draw import NO_DRAW, DrawRule, draw, fits, fits_columns, rule_words, workspace
 from rose_dist.kernels.host_copy import tell_host
 
 
@@ -23,10 +23,16 @@ class DeviceDraw:
         self.sampled = sampled
         locked = sampled.device.type == "cuda"
         self._told = [torch.zeros(len(sampled), dtype=torch.int64, pin_memory=locked) for _ in range(2)]
-        self._space = workspace(len(sampled), columns, sampled.device) if sampled.is_cuda else None
+        here = sampled.is_cuda and fits_columns(columns)
+        self._space = workspace(len(sampled), columns, sampled.device) if here else None
         self._requests: list[Request] = []
         self._words = rule_words([])
         self._seeds = np.zeros(0, np.uint64)
+
+    @property
+    def serves(self) -> bool:
+        """Whether a step of this vocabulary can draw its own tokens."""
+        return self._space is not None
 
     def fits(self, logits: Tensor) -> bool:
         """Whether the kernel takes them."""

@@ -179,7 +179,7 @@ class Engine:
 
     def _tell_load(self, *, idle: bool) -> None:
         """Bring what the experts have done into the gauges, now and then and whenever work ends. While there is work
-        nothing waits for the device: a step asks for the load, and a later one takes it in.
+        no step waits for the load: one asks for it, and a later one takes it in. `rows_sent` of GPUs does wait.
         """
         if not self.leader:
             return

@@ -101,7 +101,7 @@ class ModelRunner:
 
     def draws(self, step: Step) -> bool:
         """Whether `run` can draw the step's tokens too."""
-        return self._graphs is not None and step.decodes_only and self.config.device.type == "cuda"
+        return self._graphs is not None and step.decodes_only and self.device_draw.serves
 
     @torch.inference_mode()
     def run(self, step: Step, rules: npt.NDArray[np.int64] | None = None) -> Tensor | None:

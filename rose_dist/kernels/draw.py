@@ -109,7 +109,12 @@ def rule_words(rules: list[DrawRule]) -> npt.NDArray[np.int64]:
 
 def fits(logits: Tensor) -> bool:
     """Whether `draw` takes them."""
-    return logits.is_cuda and logits.shape[1] % COLUMN_MULTIPLE == 0 and 0 < logits.shape[1] <= MOST_COLUMNS
+    return logits.is_cuda and fits_columns(logits.shape[1])
+
+
+def fits_columns(columns: int) -> bool:
+    """Whether `draw` takes a vocabulary of so many tokens."""
+    return columns % COLUMN_MULTIPLE == 0 and 0 < columns <= MOST_COLUMNS
 
 
 def workspace(rows: int, columns: int, device: torch.device) -> Tensor:

@@ -20,7 +20,7 @@ from rose_dist.kernels.e4m3_tiling import E4M3_SHAPES, E4m3Shape
 from rose_dist.kernels.errors import UnsupportedArchError
 from rose_dist.kernels.formats import E4M3_MAX, MIN_AMAX
 from rose_dist.kernels.mxfp4 import BLOCK, SCALE_BIAS, dequantize_mxfp4
-from rose_dist.kernels.mxfp4_experts import ExpertLayer, ExpertRows, check_layer, launch_grouped
+from rose_dist.kernels.mxfp4_experts import ExpertLayer, ExpertRows, check_layer, launch_grouped, least_rows
 from rose_dist.kernels.mxfp4_layout import EXPONENT_BIAS, PackedMxfp4
 from rose_dist.kernels.row_groups import empty_groups, group_rows
 from rose_dist.kernels.swiglu import ALPHA
@@ -66,7 +66,7 @@ def expert_mlp_e4m3(
     if x.shape[0]:
         groups = rows.groups or group_rows(x, rows.counts, rows.offsets, torch.uint8)
         h = empty_groups(groups.cells.shape[0], gate_up.weight.rows // 2, torch.uint8, x.device)
-        shape = E4M3_SHAPES.select(rows.most)
+        shape = E4M3_SHAPES.select(max(rows.most, least_rows(x, gate_up.weight)))
         launch_gemm(groups.cells, groups.scales, gate_up, rows, h, shape, alpha=alpha, limit=limit)
         launch_gemm(h, None, down, rows, out, shape, alpha=0.0, limit=0.0)
     return out

@@ -103,18 +103,17 @@ def expert_mlp(
     """`expert_linear` of what `expert_swiglu` gives, to the bit. For few rows both go in one launch, where the layers
     have the same columns; it brings `ahead`, dense weights that a later launch reads, into L2.
     """
-    many = rows.groups is not None or rows.most >= EXPERT_GEMM_ROWS
+    shape = _few_rows_shape(x, gate_up.weight, rows)
+    many = rows.groups is not None or shape is None
     if x.is_cuda and x.shape[0] > 0 and many and launch.device(x).arch.hopper:
         return _mlp_of_groups(x, gate_up, down, rows, alpha=alpha, limit=limit)
-    few = x.is_cuda and x.shape[0] > 0 and not many
-    if not few or gate_up.weight.columns != down.weight.columns:
+    if shape is None or many or not x.is_cuda or x.shape[0] == 0 or gate_up.weight.columns != down.weight.columns:
         return expert_linear(expert_swiglu(x, *gate_up, rows, limit=limit, alpha=alpha), *down, rows)
     _check(x, *gate_up, rows)
     h = torch.empty(x.shape[0], gate_up.weight.rows // 2, dtype=x.dtype, device=x.device)
     _check(h, *down, rows)
     out = torch.empty(x.shape[0], down.weight.rows, dtype=x.dtype, device=x.device)
-    tiling = _few_rows_tiling(x, gate_up.weight, rows)
-    launch_both(x, gate_up, h, down, out, rows, tiling, alpha=alpha, limit=limit, ahead=ahead)
+    launch_both(x, gate_up, h, down, out, rows, tiling(gate_up.weight, shape), alpha=alpha, limit=limit, ahead=ahead)
     return out
 
 
@@ -127,7 +126,7 @@ def _mlp_of_groups(
     if down.weight.columns * 2 != gate_up.weight.rows:
         raise checks.fail("down.weight", f"has {down.weight.columns} columns; needs {gate_up.weight.rows // 2}")
     check_layer(*down, x, rows)
-    shape = WARPGROUP_SHAPES.select(rows.most)
+    shape = WARPGROUP_SHAPES.select(max(rows.most, least_rows(x, gate_up.weight)))
     groups = rows.groups or group_rows(x, rows.counts, rows.offsets, x.dtype)
     h = empty_groups(groups.cells.shape[0], gate_up.weight.rows // 2, x.dtype, x.device)
     launch_warpgroup_gemm(groups.cells, gate_up, rows, h, shape, gated=True, alpha=alpha, limit=limit)
@@ -168,18 +167,26 @@ def _launch(
 ) -> None:  # fmt: skip
     if x.shape[0] == 0:
         return
-    if rows.most >= EXPERT_GEMM_ROWS:
+    shape = _few_rows_shape(x, weight, rows)
+    if shape is None:
         launch_warp_gemm(x, weight, bias, rows, out, gated=gated, alpha=alpha, limit=limit)
         return
-    tiling = _few_rows_tiling(x, weight, rows)
-    launch_one(x, weight, bias, rows, out, tiling, gated=gated, alpha=alpha, limit=limit)
+    launch_one(x, weight, bias, rows, out, tiling(weight, shape), gated=gated, alpha=alpha, limit=limit)
 
 
-def _few_rows_tiling(x: Tensor, weight: PackedMxfp4, rows: ExpertRows) -> StreamTiling:
-    shape = EXPERT_SHAPES.select(rows.most)
-    if weight.experts + x.shape[0] // shape.rows > MAX_SEGMENTS:
-        raise checks.fail("x", f"has {x.shape[0]} rows; at most {(MAX_SEGMENTS - weight.experts) * shape.rows} fit")
-    return tiling(weight, shape)
+def _few_rows_shape(x: Tensor, weight: PackedMxfp4, rows: ExpertRows) -> StreamShape | None:
+    """The narrowest shape for `rows.most` whose segments can be listed for all rows that `x` has room for; None: they
+    are many. After an exchange there is room for all that peers may send.
+    """
+    if rows.most >= EXPERT_GEMM_ROWS:
+        return None
+    shapes = EXPERT_SHAPES.variants[EXPERT_SHAPES.variants.index(EXPERT_SHAPES.select(rows.most)) :]
+    return next((shape for shape in shapes if weight.experts + x.shape[0] // shape.rows <= MAX_SEGMENTS), None)
+
+
+def least_rows(x: Tensor, weight: PackedMxfp4) -> int:
+    """That a segment must have for those of all rows of `x` in groups to be listed."""
+    return -(-(x.shape[0] + weight.experts * ROW_GROUP) // max(GEMM_SEGMENTS - weight.experts, 1))
 
 
 def launch_one(
@@ -247,6 +254,12 @@ def launch_grouped(
     """The kernel of `launcher`, of a `GroupedExpertGemm`, for `x` in groups and codes' `scales`."""
     weight, device, total = layer.weight, launch.device(x), x.shape[0] * ROW_GROUP
     _check_segments(total, weight, tiling.rows)
+    needed = tiling.shared_bytes + 16640 + 28 * weight.experts
+    if needed > SHARED_BYTES:
+        raise checks.fail(
+            "weight", f"has {weight.experts} experts, with whose lists a block takes {needed} bytes of shared memory; "
+            f"there are {SHARED_BYTES}"
+        )  # fmt: skip
     launch.run(
         launcher(device.arch, weight.experts, weight.data.shape[1], tiling, gated), x, weight.data, weight.rescale,
         weight.tops, layer.bias, x, scales, rows.counts, rows.offsets, out, alpha, limit, device.sms,

@@ -68,7 +68,8 @@ class GptOssDecoderLayer(nn.Module):
             live_rows: as in `ForwardBatch`.
         """
         if residual is None:
-            normed, residual = self.input_layernorm(x), x
+            # The rotary angles, which the next launch may read early, are written by the embedding's.
+            normed, residual = self.input_layernorm(x, ends_chain=True), x
         else:
             normed, residual = self.input_layernorm.add(x, residual)
         attended = self.self_attn(normed, cos, sin, place, batch)
@@ -246,7 +247,8 @@ def row_groups(sizes: AllToAllConfig, options: BuildOptions) -> Ranges[torch.dty
     """`GpuOptions.groups` for MXFP4 experts: where Hopper's kernels of many rows serve."""
     if not device_info(options.device.index).arch.hopper:
         return None
-    return many_rows(sizes.top_k, sizes.num_experts, options.moe_activations)
+    # By the experts without their copies, as `MoE` expects rows.
+    return many_rows(sizes.top_k, sizes.num_experts - options.redundant_experts, options.moe_activations)
 
 
 def fp8_exchange(sizes: AllToAllConfig, gpu: GpuOptions, layout: Layout) -> tuple[AllToAllConfig, GpuOptions]:

@@ -322,7 +322,7 @@ def programs_of(job: Nodes) -> dict[str, Program]:
 
 
 def several(job: Nodes, case: Case) -> None:
-    for seed in range(6):
+    for seed in range(20):
         once(job, replace(case, seed=seed), seed)
 
 

@@ -157,4 +157,4 @@ def test_takes() -> None:
     assert not takes(torch.zeros(256, 2880).bfloat16(), Router(4))
     assert not takes(torch.zeros(128, 2880), Router(4))
     assert not takes(torch.zeros(128, 2880).bfloat16(), Router(4, Score.SIGMOID))
-    assert {field.name for field in fields(PackedRows)} == {"x", "scales", "slots", "counts", "offsets"}
+    assert {field.name for field in fields(PackedRows)} == {"x", "scales", "slots", "counts", "offsets", "groups"}

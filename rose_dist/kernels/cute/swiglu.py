@@ -100,7 +100,9 @@ class GatedActivation(jit.Kernel):
         if experts != 0:
             expert = vector.scalar(experts + Int64(place) * 4, Int32)[0] - first_expert
         if const_expr(self.bias):
-            held = Int64(vector.max_of(expert, Int32(0)))
+            # Of a place without a row the expert may be another rank's, or none.
+            there = Boolean(row >= 0) & (place < live)
+            held = Int64(vector.select(there, vector.max_of(expert, Int32(0)), Int32(0)))
             biases = self.load_pairs(bias + held * (2 * columns * width), places, columns)
         cute.arch.griddepcontrol_wait()
         ptx.exit_if(place >= live)
