@@ -192,6 +192,8 @@ def test_steps_are_those_of_the_cpu(way: str, experts: int, tmp_path: Path, monk
     by_torch = Sampler(DeviceDraw(torch.zeros(4, dtype=torch.int64), 64)).sample(plain_logits, requests, None)
     assert runner.sampled.as_subclass(torch.Tensor).tolist() == [*by_torch.tokens.result().tolist(), 0, 0]
     assert torch.equal(drawing.told(2).result(), by_torch.tokens.result())
+    # Behind the first norm stands what the embedding has written: the projection reads its angles early.
+    assert next(kernel for kernel in gpu.kernels[before:] if type(kernel).__name__ == "RMSNorm").ends_chain
     ran, decoded = ([type(kernel).__name__ for kernel in gpu.kernels[at:]] for at in (0, before))
     assert set(ran) >= {"Embed", "RMSNorm", "QKNormRope", "SmallLinear", "DecodeAttention"}, ran
     assert ("PrefillAttention" in ran) == (way == "mxfp4"), ran

@@ -86,7 +86,7 @@ def test_quantised_output(gpu: Any, gate: Gate, fmt: BlockFormat) -> None:
 def test_rows_by_list(gpu: Any) -> None:
     """As a dispatch leaves them: −1 for none, experts by place, other ranks' and dead tokens' ids beyond those here."""
     x, bias = (torch.randn(9, 2 * 256) * 3).bfloat16(), torch.randn(3, 2 * 256).bfloat16()
-    places, ids = torch.tensor([7, -1, 0, 3, 5]).int(), torch.tensor([12, 4, 10, 11, -1]).int()
+    places, ids = torch.tensor([7, -1, 0, 3, 5, -1]).int(), torch.tensor([12, 4, 10, 11, -1, 4000]).int()
     rows = Rows(places=gpu.tensor(places), experts=gpu.tensor(ids), first_expert=10)
     out = gpu.plain(clamped_swiglu(gpu.tensor(x), limit=LIMIT, bias=gpu.tensor(bias), rows=rows))
     live = [7, 0, 3]
