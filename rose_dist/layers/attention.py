@@ -103,8 +103,8 @@ class Attention(nn.Module):
         return fits(self.o_proj.weight) and takes(self.qkv_proj.weight, self.heads.head_dim, cache_dtype)
 
     def add_few(self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, layer: int, batch: GroupBatch) -> Tensor:
-        """`residual` plus what `forward` gives, of up to `MAX_ROWS` tokens, in two launches besides attention's;
-        `residual` itself may hold it.
+        """`residual` plus what `forward` gives, of up to `MAX_ROWS` tokens, in two launches besides attention's,
+        or three where the all-reduce doesn't take the product (`GpuGroup.add_linear`); `residual` itself may hold it.
         """
         attended = self._attend(x, cos, sin, layer, batch)
         if self.tp.size == 1:

@@ -82,7 +82,7 @@ class MoE(nn.Module):
         """Add the block's results for norm(x) to `x`, in place; returns after(x).
 
         x: [tokens, hidden], up to `MAX_ROWS` tokens. As `forward` between the norms' own launches, in two besides the
-        experts'. ahead: the weights that are read next.
+        experts', three or more with several ranks. ahead: the weights that are read next.
         """
         router, expert_map = self.router, self.expert_map
 
