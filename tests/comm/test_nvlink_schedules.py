@@ -316,10 +316,7 @@ def without_release(launch: Launch) -> Launch:
 
 
 def dropped(launch: Launch, line: int) -> Launch:
-    program = launch.program
-    instructions = [
-        dataclasses.replace(one, parts=("pmevent",), operands=()) if one.line == line else one
-        for one in program.kernel.instructions
-    ]
-    kernel = dataclasses.replace(program.kernel, instructions=instructions)
-    return dataclasses.replace(launch, program=type(program)(program.module, kernel))
+    instructions = launch.program.kernel.instructions
+    at = next(i for i, one in enumerate(instructions) if one.line == line)
+    nothing = dataclasses.replace(instructions[at], parts=("pmevent",), operands=())
+    return dataclasses.replace(launch, program=launch.program.replaced(at, nothing))

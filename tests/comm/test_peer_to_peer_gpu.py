@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -28,10 +27,8 @@ from tests.comm.oracle import Case
 from tests.comm.test_all_to_all import BF16, same_bits
 from tests.comm.test_nvlink_gpu import DEVICE, SMALL, Exchange, Job, One, once
 from tests.comm.test_nvlink_schedules import ordering, plain_rows_from, report_of
-from tests.ptx.cutedsl import compile_kernel
 from tests.ptx.errors import PtxError
 from tests.ptx.launch import Launch
-from tests.ptx.parser import parse
 from tests.ptx.program import Program
 
 
@@ -70,23 +67,6 @@ class Nodes(Job):
                         SMS,
                     )
                 )
-
-
-@pytest.fixture(autouse=True)
-def unlinked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that call NVSHMEM are compiled with the calls left open."""
-
-    def compiled(kernel: Any) -> Any:
-        if kernel not in _compiled:
-            _compiled[kernel] = compile_kernel(
-                kernel, *kernel.arguments(), arch=str(kernel.arch), linked=kernel.tvm_ffi
-            )
-        return _compiled[kernel]
-
-    monkeypatch.setattr("tests.kernels.peers.compiled", compiled)
-
-
-_compiled: dict[Any, Any] = {}
 
 
 PREFIXES = ("T-ZERO-B", "T-ZERO-R", "R-NEG1: some", "R-DUP", "R-NONDIV: fewer", "fp8", "quantised to mxfp8")
@@ -239,10 +219,12 @@ def test_a_weaker_wait_is_caught(kernel: str, new: str, monkeypatch: pytest.Monk
     def weakened(launch: Launch) -> Launch:
         if f"{kernel}arch" not in launch.program.kernel.name:
             return launch
-        text = next(compiled.ptx for name, compiled in _compiled.items() if type(name).__name__ == kernel)
-        assert "ld.acquire.sys.global.u64" in text
-        module = parse(text.replace("ld.acquire.sys.global.u64", new))
-        return dataclasses.replace(launch, program=Program(module, next(iter(module.kernels.values()))))
+        program = launch.program
+        for index, one in enumerate(program.kernel.instructions):
+            if one.parts == ("ld", "acquire", "sys", "global", "u64"):
+                program = program.replaced(index, replace(one, parts=tuple(new.split("."))))
+        assert program is not launch.program
+        return replace(launch, program=program)
 
     job.cluster.peers.change = weakened
 

@@ -33,8 +33,8 @@ class EmulatedTensor(torch.Tensor):
 
 @cache
 def compiled(kernel: jit.Kernel) -> Compiled:
-    """The kernel with its host code, ready to be interpreted."""
-    return compile_kernel(kernel, *kernel.arguments(), arch=str(kernel.arch))
+    """The kernel with its host code, ready to be interpreted; calls of NVSHMEM are left open."""
+    return compile_kernel(kernel, *kernel.arguments(), arch=str(kernel.arch), linked=kernel.tvm_ffi)
 
 
 def forget() -> None:

@@ -14,8 +14,6 @@ from rose_dist.kernels.sync import REPORT_WORDS
 from tests.kernels.emulation import compiled, stream
 from tests.ptx.launch import Launch
 from tests.ptx.machine import Machine
-from tests.ptx.parser import parse
-from tests.ptx.program import Program
 
 LONG = 1 << 40
 
@@ -64,10 +62,7 @@ class Peers:
         host = compiled(kernel)
         launches = host(*numbers, stream(), gpu=rank)
         if self.weaken[0]:
-            assert self.weaken[0] in host.ptx
-            module = parse(host.ptx.replace(*self.weaken))
-            (entry,) = module.kernels.values()
-            launches = [dataclasses.replace(one, program=Program(module, entry)) for one in launches]
+            launches = [dataclasses.replace(one, program=host.changed(*self.weaken)) for one in launches]
         self._launches[rank] += launches
 
     def run(self, seed: int = 0, **options: Any) -> None:

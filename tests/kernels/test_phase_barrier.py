@@ -18,8 +18,6 @@ from rose_dist.kernels.sync import REPORT_WORDS, WaitExpiredError, WaitReport
 from tests.kernels.emulation import compiled, stream
 from tests.ptx.errors import PtxError
 from tests.ptx.machine import Machine
-from tests.ptx.parser import parse
-from tests.ptx.program import Program
 
 EXPERTS, TOP_K, TOKENS, MOST_BLOCKS = 9, 3, 70, 4
 KERNEL = AssignSlots(HOPPER, EXPERTS, TOP_K, PackedLayout(), warps=1)
@@ -46,10 +44,7 @@ class Assignment:
         addresses = (t.data_ptr() for t in (self.counts, self.offsets, self.histograms, self.barrier, self.report))
         launches = host(ids.data_ptr(), 0, self.slots.data_ptr(), 0, *addresses, limit, 0, TOKENS, blocks, 5, stream())
         if weaken[0]:
-            assert weaken[0] in host.ptx
-            module = parse(host.ptx.replace(*weaken))
-            (kernel,) = module.kernels.values()
-            launches = [dataclasses.replace(one, program=Program(module, kernel)) for one in launches]
+            launches = [dataclasses.replace(one, program=host.changed(*weaken)) for one in launches]
         self.machine.run(launches, seed=seed, **options)  # type: ignore[arg-type]
         slots, counts, _ = expert_slots.reference(ids, TOKENS, 0, EXPERTS, PackedLayout())
         return torch.equal(self.slots, slots) and torch.equal(self.counts, counts)

@@ -63,7 +63,7 @@ def build(program: Program, instruction: Instruction) -> Step | None:
                 _span(g, source_space, int(sources[i]), size),
                 _span(g, "shared" if to_shared else "global", int(targets[i]), size),
                 size,
-                find(g, lane, int(barriers(g, lanes)[i]))[0] if barriers is not None else None,
+                find(g, lanes[i : i + 1], int(barriers(g, lanes)[i])) if barriers is not None else None,
             )
             g.machine.memory.check_proxy(*copy.source, size, copy.thread)
             g.machine.copies.append(copy)
@@ -155,4 +155,5 @@ def _wait(g: Gang, left: int, *, reads_only: bool) -> None:
             copy.read() if reads_only else copy.finish()
         if not reads_only:
             del groups[: len(finished)]
-            g.machine.memory.take(g.machine.memory.publish(g.machine.agent(g.cta), CTA), CTA, int(g.threads[lane]))
+            copied = g.machine.memory.publish(g.machine.agent(g.cta), CTA)
+            g.machine.memory.take(copied, CTA, g.threads[lane : lane + 1])

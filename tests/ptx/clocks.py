@@ -53,14 +53,18 @@ class Clocks:
         self.epoch[thread] += 1
         return view
 
-    def acquire(self, thread: int, view: View) -> None:
-        new = self._new_row()
-        old = self.row[thread]
-        np.maximum(self.matrix[old], view.clock, out=self.matrix[new])
-        self.flags[new] = self.flags[old]
-        known = self.flags[new, : len(view.flags)]
-        np.maximum(known, view.flags, out=known)
-        self.row[thread] = new
+    def acquire(self, threads: Array, view: View) -> None:
+        """Each of `threads` learns what the view holds; those that shared a row go on sharing one."""
+        rows = self.row[threads]
+        groups = [threads] if (rows == rows[0]).all() else [threads[rows == row] for row in np.unique(rows)]
+        for group in groups:
+            new = self._new_row()
+            old = self.row[group[0]]
+            np.maximum(self.matrix[old], view.clock, out=self.matrix[new])
+            self.flags[new] = self.flags[old]
+            known = self.flags[new, : len(view.flags)]
+            np.maximum(known, view.flags, out=known)
+            self.row[group] = new
 
     def join(self, threads: Array) -> None:
         """A barrier: everybody learns what anybody knew or wrote."""

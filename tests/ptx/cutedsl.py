@@ -58,6 +58,7 @@ class Compiled:
         self._names: list[str] = []
         self._launches: list[Launch] = []
         self._gpu = 0
+        self._changed: dict[tuple[str, str], Program] = {}
         self._register_runtime()
         self._load()
 
@@ -78,6 +79,15 @@ class Compiled:
         if result.value:
             raise PtxError(f"the host function returned CUDA error {result.value}")
         return self._launches
+
+    def changed(self, old: str, new: str) -> Program:
+        """The module's one kernel with `new` wherever its PTX has `old`."""
+        if (old, new) not in self._changed:
+            assert old in self.ptx
+            module = parse(self.ptx.replace(old, new))
+            (kernel,) = module.kernels.values()
+            self._changed[old, new] = Program(module, kernel)
+        return self._changed[old, new]
 
     def _argument(self, argument: Any) -> Any:
         return as_cute_tensor(argument) if isinstance(argument, torch.Tensor) else argument

@@ -91,26 +91,14 @@ def _row_lanes(g: Gang, name: str, count: int) -> tuple[Array, Array]:
 
 def a_fragment(values: Array, depth: int, per_lane: int) -> Array:
     """(32 lanes, registers * per_lane) -> (16, depth): lane l holds columns of rows l/4 and l/4 + 8."""
-    matrix = np.zeros((16, depth))
-    for lane in range(WARP):
-        group, inside = divmod(lane, 4)
-        for i, value in enumerate(values[lane]):
-            register, element = divmod(i, per_lane)
-            row = group + 8 * (register % 2)
-            column = inside * per_lane + element + 4 * per_lane * (register // 2)
-            matrix[row, column] = value
-    return matrix
+    parts = values.reshape(8, 4, -1, 2, per_lane)  # lane / 4, lane % 4, half of the depth, upper or lower row, element
+    return parts.transpose(3, 0, 2, 1, 4).reshape(16, depth)
 
 
 def _b_fragment(values: Array, depth: int, per_lane: int) -> Array:
     """(32 lanes, registers * per_lane) -> (depth, 8): lane l holds column l/4."""
-    matrix = np.zeros((depth, 8))
-    for lane in range(WARP):
-        group, inside = divmod(lane, 4)
-        for i, value in enumerate(values[lane]):
-            register, element = divmod(i, per_lane)
-            matrix[inside * per_lane + element + 4 * per_lane * register, group] = value
-    return matrix
+    parts = values.reshape(8, 4, -1, per_lane)  # lane / 4, lane % 4, register, element
+    return parts.transpose(2, 1, 3, 0).reshape(depth, 8)
 
 
 def _c_matrix(values: Array) -> Array:

@@ -11,6 +11,7 @@ from tests.ptx.errors import BarrierError, UnknownInstruction
 from tests.ptx.gang import Gang
 from tests.ptx.mbarrier import MBarrier
 from tests.ptx.memory_model import Access
+from tests.ptx.number_formats import Array
 from tests.ptx.ptx_types import ptx_type
 from tests.ptx.spaces import locate
 from tests.ptx.syntax import Addr, Instruction, Operand, Sink
@@ -33,15 +34,14 @@ def build(program: Program, instruction: Instruction) -> Step:
     return _MBARRIER[action](program, instruction)
 
 
-def find(g: Gang, lane: int, address: int) -> tuple[MBarrier, int]:
-    """The mbarrier at an address, and the thread that uses it; its initialisation must be ordered before."""
+def find(g: Gang, lanes: Array, address: int) -> MBarrier:
+    """The mbarrier at an address, for `lanes` to use; its initialisation must be ordered before."""
     memory, offset = locate(g, "shared", address, 8)
     barrier = g.machine.mbarriers.get((id(memory), offset))
     if barrier is None:
         raise BarrierError(f"no mbarrier was initialised at offset {offset} of {memory.name}")
-    thread = int(g.threads[lane])
-    g.machine.memory.read_latest(memory, offset, _WORD, thread)
-    return barrier, thread
+    g.machine.memory.use(memory, offset, _WORD, g.threads[lanes])
+    return barrier
 
 
 def _init(program: Program, instruction: Instruction) -> Step:
@@ -90,10 +90,10 @@ def _arrive(program: Program, instruction: Instruction) -> Step:
         numbers = number(g, lanes) if number is not None else np.ones(len(lanes), np.uint32)
         phases = np.zeros(len(lanes), np.uint64)
         for i, (lane, address) in enumerate(zip(map(int, lanes), where(g, lanes), strict=True)):
-            barrier, thread = find(g, lane, int(address))
+            barrier = find(g, lanes[i : i + 1], int(address))
             if expects:
                 barrier.expect(int(numbers[i]))
-            views = g.machine.memory.publish(thread, scope)
+            views = g.machine.memory.publish(int(g.threads[lane]), scope)
             phases[i] = barrier.arrive(1 if expects else int(numbers[i]), views)
         g.effects += 1
         put(g, lanes, phases)
@@ -108,8 +108,8 @@ def _transactions(program: Program, instruction: Instruction) -> Step:
 
     def run(g: Gang) -> None:
         lanes = g.active()
-        for lane, address, size in zip(map(int, lanes), where(g, lanes), sizes(g, lanes), strict=True):
-            barrier, _ = find(g, lane, int(address))
+        for i, (address, size) in enumerate(zip(where(g, lanes), sizes(g, lanes), strict=True)):
+            barrier = find(g, lanes[i : i + 1], int(address))
             if completes:
                 barrier.complete_transactions(int(size), {})
             else:
@@ -131,11 +131,14 @@ def _wait(program: Program, instruction: Instruction) -> Step:
     def run(g: Gang) -> None:
         lanes = g.active()
         done = np.zeros(g.lanes, np.bool_)
-        for lane, address, wanted in zip(map(int, lanes), where(g, lanes), phase(g, lanes), strict=True):
-            barrier, thread = find(g, lane, int(address))
-            done[lane] = barrier.phase & 1 != int(wanted) & 1 if parity else barrier.phase > int(wanted)
-            if done[lane]:
-                g.machine.memory.take(barrier.released, scope, thread)
+        addresses, phases = where(g, lanes), phase(g, lanes)
+        for address in dict.fromkeys(addresses.tolist()):
+            here = addresses == address
+            barrier, users, wanted = find(g, lanes[here], address), lanes[here], phases[here]
+            done[users] = barrier.phase & 1 != wanted & 1 if parity else barrier.phase > wanted
+            through = users[done[users]]
+            if len(through):
+                g.machine.memory.take(barrier.released, scope, g.threads[through])
         g.strong_reads += 1
         put(g, done)
 

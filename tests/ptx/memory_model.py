@@ -137,6 +137,16 @@ class MemoryModel:
         self._learn(newest.views, access, thread)
         return newest.value, newest.views
 
+    def use(self, memory: Allocation, offset: int, access: Access, threads: Array) -> None:
+        """`read_latest` by several threads that need no value."""
+        shadow = memory.shadow_for(access.size)
+        index = offset // shadow.granule
+        known = self.clocks.ordered(threads, shadow.writer[index], shadow.epoch[index])
+        if memory.unwritten is None and shadow.kind[index] < HAS_VIEWS and known.all():
+            return
+        for thread in map(int, threads):
+            self.read_latest(memory, offset, access, thread)
+
     def write_atomic(
         self, memory: Allocation, offset: int, value: bytes, access: Access, thread: int, inherited: Views
     ) -> None:
@@ -157,10 +167,10 @@ class MemoryModel:
         ones saw."""
         for thread in map(int, threads):
             if sequential and self._sequential is not None:
-                self.clocks.acquire(thread, self._sequential)
+                self.clocks.acquire(np.array([thread]), self._sequential)
             if acquire:
                 for views, read_scope in self._pending.pop(thread, ()):
-                    self.take(views, min(read_scope, scope), thread)
+                    self.take(views, min(read_scope, scope), np.array([thread]))
             if release:
                 released = self._released.setdefault(thread, {})
                 for narrower in [s for s in released if s <= scope]:
@@ -184,15 +194,16 @@ class MemoryModel:
         if shadow is None or not self.checks.proxies:
             return
         index = np.arange(offset // shadow.granule, -(-(offset + size) // shadow.granule))
+        writers, epochs = shadow.writer[index], shadow.epoch[index]
         mine = self._fenced.get(thread)
-        pairs = np.stack([shadow.writer[index], shadow.epoch[index]])
-        for writer, epoch in np.unique(pairs, axis=1).T:
-            if writer < 0 or writer >= self.topology.agents:
-                continue
-            own = self._fenced.get(int(writer))
-            if not any(view is not None and epoch <= view.clock[writer] for view in (own, mine)):
+        unfenced = (writers >= 0) & (writers < self.topology.agents)
+        if mine is not None:
+            unfenced &= epochs > mine.clock[writers]
+        for writer in sorted(set(writers[unfenced].tolist())):
+            own = self._fenced.get(writer)
+            if own is None or epochs[unfenced & (writers == writer)].max() > own.clock[writer]:
                 raise MissingProxyFence(
-                    f"{memory.name}: an asynchronous copy reads what {self.topology.name(int(writer))} wrote without a "
+                    f"{memory.name}: an asynchronous copy reads what {self.topology.name(writer)} wrote without a "
                     "fence.proxy.async since"
                 )
 
@@ -256,20 +267,21 @@ class MemoryModel:
         if not views or access.scope == WEAK:
             return
         if access.acquire:
-            self.take(views, access.scope, thread)
+            self.take(views, access.scope, np.array([thread]))
             return
         pending = self._pending.setdefault(thread, [])
         if not pending or pending[-1][0] is not views:
             pending.append((views, access.scope))
 
-    def take(self, views: Views, scope: int, thread: int) -> None:
-        """Synchronises with every releaser whose scope includes the reader and who is in the reader's scope."""
+    def take(self, views: Views, scope: int, threads: Array) -> None:
+        """Threads of one CTA synchronise with every releaser whose scope includes them and who is in their scope."""
         topology = self.topology
+        reader = int(threads[0])
         for (released, cta), view in views.items():
-            same = int(topology.cta[thread]) == cta
-            needed = CTA if same else topology.common(thread, int(topology.first_thread[cta]))
+            same = int(topology.cta[reader]) == cta
+            needed = CTA if same else topology.common(reader, int(topology.first_thread[cta]))
             if min(released, scope) >= needed:
-                self.clocks.acquire(thread, view)
+                self.clocks.acquire(threads, view)
 
     def _attach_views(self, record: Record, index: Array, threads: Array, access: Access, kind: Array) -> None:
         """What each strong write publishes: its own release, and the thread's earlier fences (of two that the store

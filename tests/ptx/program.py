@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable
 from typing import cast
 
@@ -39,10 +41,21 @@ class Program:
         self.steps: list[Step] = []
         self.control: list[Control | None] = []
         self.is_memory: list[bool] = []
-        for instruction in kernel.instructions:
-            self._add(instruction)
+        for built in map(self._build, kernel.instructions):
+            for column, value in zip((self.steps, self.control, self.is_memory), built, strict=True):
+                column.append(value)
         self.control.append(control_ops.fall_off_the_end)
         self.is_memory.append(False)
+
+    def replaced(self, index: int, instruction: Instruction) -> Program:
+        """The same kernel with another instruction at `index`."""
+        other = copy.copy(self)
+        instructions = [*self.kernel.instructions]
+        instructions[index] = instruction
+        other.kernel = dataclasses.replace(self.kernel, instructions=instructions)
+        other.steps, other.control, other.is_memory = [*self.steps], [*self.control], [*self.is_memory]
+        other.steps[index], other.control[index], other.is_memory[index] = other._build(instruction)
+        return other
 
     def dynamic_shared_base(self) -> int:
         align = max((v.align for v in self.extern_shared), default=1)
@@ -65,7 +78,8 @@ class Program:
     def _local_address(self, offset: int) -> Callable[[Gang], object]:
         return lambda g: np.uint64(LOCAL_WINDOW + offset) + (np.arange(g.lanes) * self.local_size).astype(np.uint64)
 
-    def _add(self, instruction: Instruction) -> None:
+    def _build(self, instruction: Instruction) -> tuple[Step, Control | None, bool]:
+        """Step, control, and whether it is a scheduling point."""
         name = ".".join(instruction.parts)
         try:
             control = control_ops.build(self, instruction)
@@ -79,11 +93,8 @@ class Program:
             )
         if step is not None and instruction.guard is not None:
             step = self._guarded(step, instruction)
-        self.steps.append(step or _unreachable)
-        self.control.append(control)
-        self.is_memory.append(
-            control is None and (memory_ops.is_memory(instruction.parts) or async_ops.is_async(instruction.parts))
-        )
+        touches = memory_ops.is_memory(instruction.parts) or async_ops.is_async(instruction.parts)
+        return step or _unreachable, control, control is None and touches
 
     def _guarded(self, step: Step, instruction: Instruction) -> Step:
         guard = instruction.guard

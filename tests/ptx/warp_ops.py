@@ -24,6 +24,7 @@ Exchange = Callable[[Gang, Array], None]
 
 U32, PRED = ptx_type("u32"), ptx_type("pred")
 ALL = 0xFFFFFFFF
+_BITS = np.uint32(1) << np.arange(WARP, dtype=np.uint32)
 
 
 def build(program: Program, instruction: Instruction) -> Control | None:
@@ -171,8 +172,9 @@ def _per_warp(g: Gang, members: Array, compute: Callable[[Array, slice], object]
     return result
 
 
-def _ballot(flags: Array) -> int:
-    return sum(1 << int(i) for i in np.flatnonzero(flags))
+def _ballot(flags: Array) -> Array:
+    """(…, lanes) to a word each."""
+    return flags @ _BITS[: flags.shape[-1]]
 
 
 def _vote(program: Program, instruction: Instruction) -> Exchange:
@@ -208,7 +210,7 @@ def _match(program: Program, instruction: Instruction) -> Exchange:
         def equal(part: Array, warp: slice) -> object:
             mine = values[warp]
             if mode == "any":
-                return [_ballot(part & (mine == v)) for v in mine[part]]
+                return _ballot(part & (mine[part][:, None] == mine))
             return _ballot(part) if (mine[part] == mine[part][0]).all() else 0
 
         result = _per_warp(g, members, equal, np.dtype("u4"))

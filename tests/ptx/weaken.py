@@ -64,8 +64,6 @@ def _with(parts: tuple[str, ...], old: str, new: str) -> tuple[str, ...]:
 
 
 def _replaced(program: Program, index: int, parts: tuple[str, ...]) -> Program:
-    instructions = list(program.kernel.instructions)
-    old = instructions[index]
+    old = program.kernel.instructions[index]
     operands = () if parts == _NOTHING else old.operands
-    instructions[index] = Instruction(parts, operands, old.guard, old.line, old.text)
-    return Program(program.module, dataclasses.replace(program.kernel, instructions=instructions))
+    return program.replaced(index, Instruction(parts, operands, old.guard, old.line, old.text))
