@@ -85,6 +85,7 @@ class Engine:
             config.max_running,
             config.redundant_experts,
             config.moe_activations,
+            config.rail_forwarding,
         )
         if config.load_format == "random":
             model = random_model(config.model, options)

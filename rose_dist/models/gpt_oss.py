@@ -226,6 +226,7 @@ def _exchange(config: GptOssConfig, options: BuildOptions, tp: TensorGroup) -> A
         hidden=config.hidden_size,
         max_tokens=options.max_tokens,
         dtype=options.dtype,
+        rail_forwarding=options.rail_forwarding,
     )
     groups = options.groups
     if options.device.type == "cpu":
@@ -235,7 +236,7 @@ def _exchange(config: GptOssConfig, options: BuildOptions, tp: TensorGroup) -> A
         sizes, gpu = fp8_exchange(sizes, gpu, groups.layout)
     elif options.moe_weights == "mxfp4" and groups.layout.moe_mode != "data_parallel":
         gpu = replace(gpu, groups=row_groups(sizes, options))
-    sizes = replace(sizes, partial_sums=sums_pay(sizes.top_k, groups))
+    sizes = replace(sizes, partial_sums=sums_pay(sizes, groups))
     memory = None
     if groups.layout.moe_mode == "data_parallel":
         size = region_bytes(sizes, groups.topology, tp=groups.layout.tp)
