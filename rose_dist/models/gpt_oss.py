@@ -185,8 +185,8 @@ class GptOssForCausalLM(nn.Module):
         return self.config.num_attention_heads // self.tp.size
 
     @property
-    def rows_sent(self) -> int:
-        """Rows sent to experts of other ranks since start."""
+    def rows_sent(self) -> Tensor:
+        """int64 [1]: rows sent to experts of other ranks since start."""
         return self.model.exchange.rows_sent
 
     @property
