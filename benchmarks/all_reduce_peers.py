@@ -234,7 +234,7 @@ class Fused:
         )  # fmt: skip
         return functools.partial(
             self.comm.trtllm_allreduce_fusion, x, self.bench.ranks, self.bench.rank, *x.shape, self.workspace, True,
-            False, True, pattern, None, **(dict.fromkeys(names) | tensors),
+            True, True, pattern, None, **(dict.fromkeys(names) | tensors),
         )  # fmt: skip
 
 
