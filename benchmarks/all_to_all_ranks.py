@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import math
 import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -18,8 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.all_reduce_peers import (
+    EPS,
+    FLASHINFER_MODULES,
+    LIBRARIES,
+    MOST_BYTES,
+    Peers,
+    beside_flashinfer,
+    kernels_of,
+)
 from benchmarks.all_to_all_late import killed, late
-from benchmarks.gpu_ranks import Control, link_rate, memory_of
+from benchmarks.flashinfer_modules import Builds
+from benchmarks.gpu_ranks import NO_MULTICAST, Control, link_rate, memory_of
 from benchmarks.graphs import copy_rate, time_call
 from rose_dist.comm import all_reduce as comm_all_reduce
 from rose_dist.kernels import all_reduce as kernels_all_reduce
@@ -32,7 +43,6 @@ from rose_dist.kernels.moe_combine import combine
 from rose_dist.kernels.rms_norm import add_rms_norm, rms_norm
 
 BF16 = torch.bfloat16
-EPS = 1e-5
 SHAPES = ((2880, 4), (7168, 8))
 ROWS = {2880: (1, 2, 4, 8, 11, 16, 32, 64, 128, 256, 512, 1024, 4096), 7168: (1, 8, 32, 64, 256, 1024)}
 """By hidden size; also as many as fill `MOST_BYTES`."""
@@ -49,21 +59,23 @@ GAINS = (
 """What is compared: together, and apart."""
 LINEAR = (2880, 4096)
 """Outputs and inputs of GPT-OSS's output projection."""
-MOST_BYTES = 64 << 20
 ONE_SHOT_MOST = 4 << 20
 """Of the comparison of one shot with two."""
-SECTIONS = ("checks", "sizes", "fused", "late", "killed")
+SECTIONS = ("checks", "sizes", "fused", "flashinfer", "late", "killed")
 ALIGN_CYCLES = 150_000
 CHECK_SPIN = 20_000
 """Most cycles by which ranks are put out of step before a replay."""
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """`save` is given the results so far after each section."""
+    builds = Builds(FLASHINFER_MODULES if "flashinfer" in arguments.sections.split(",") else ())
     print(f"{build(device_info(0).arch, arguments.ranks)} kernels built", flush=True)
+    arguments.flashinfer = builds.wait(arguments.flashinfer_limit)
     context = torch.multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29500 + os.getpid() % 1000)}
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.update(NO_MULTICAST)
     processes = [context.Process(target=_rank, args=(rank, arguments, answers)) for rank in range(arguments.ranks)]
     for process in processes:
         process.start()
@@ -71,6 +83,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     while any(process.is_alive() for process in processes) or not answers.empty():
         if not answers.empty():
             results |= answers.get()
+            save(results)
         if any(process.exitcode not in (None, 0, -signal.SIGKILL) for process in processes):
             for process in processes:
                 process.terminate()
@@ -102,6 +115,7 @@ def _rank(rank: int, arguments: argparse.Namespace, answers: Any) -> None:
         bench = CheckedBench(Control(), device)
         parts: dict[str, Callable[[float], dict[str, Any]]] = {
             "checks": bench.checks, "sizes": bench.sizes, "fused": bench.fused,
+            "flashinfer": lambda _: beside_flashinfer(bench, ROWS, arguments.flashinfer),
             "late": lambda _: late(bench), "killed": lambda _: killed(bench),
         }  # fmt: skip
         for name in arguments.sections.split(","):
@@ -173,24 +187,9 @@ class Bench:
         torch.cuda.synchronize()
         self.control.meet()
 
-    def peers(self, x: Tensor) -> Iterator[tuple[str, Callable[[], Any]]]:
-        yield "NCCL us", lambda: dist.all_reduce(x)
-        try:
-            import torch.distributed._symmetric_memory as symmetric  # noqa: PLC0415
-
-            name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-            buffer = symmetric.empty(x.numel(), dtype=x.dtype, device=self.device)
-            symmetric.rendezvous(buffer, name)
-        except Exception as error:
-            print(f"no torch symmetric memory: {error}", flush=True)
-            return
-        operations = torch.ops.symm_mem
-        yield "torch one-shot us", lambda: operations.one_shot_all_reduce(buffer, "sum", name)
-        yield "torch two-shot us", lambda: operations.two_shot_all_reduce_(buffer, "sum", name)
-
     def sizes(self, budget_s: float) -> dict[str, Any]:
         del budget_s
-        table = []
+        peers, table = Peers(self, LIBRARIES, {}), []
         for hidden, _ in SHAPES:
             for rows in (*ROWS[hidden], MOST_BYTES // (hidden * 2)):
                 x, out = (torch.randn(rows, hidden, device=self.device).to(BF16) for _ in range(2))
@@ -200,17 +199,23 @@ class Bench:
                 kinds += ["two shots"] if size >= 1 << 19 else []
                 for kind in kinds:
                     line[f"{kind} us"] = self.time(functools.partial(self.ours[hidden, kind], x, out))
-                for name, call in self.peers(x):
-                    line[name] = self.time(call)
+                calls = peers.calls(x)
+                line |= {name: self.time(call) for name, call in calls.items()}
                 crossing = 2 * size * (self.ranks - 1) / self.ranks
                 line["GB/s each way"] = crossing / line["ours us"] / 1e3
                 line["% of link"] = 100 * crossing / self.link / line["ours us"]
-                others = [line[name] for name in line if name.startswith(("NCCL", "torch")) and line[name]]
-                line["fastest other / ours"] = min(others) / line["ours us"]
+                fastest = min((line[name] for name in calls if line[name]), default=math.nan)
+                line["fastest other / ours"] = fastest / line["ours us"]
                 table.append(line)
                 if self.rank == 0:
                     print(line, flush=True)
-        return {"all_reduce": table, "copy TB/s": self.rate / 1e6, "NVLink GB/s each way": self.link / 1e3}
+        facts: dict[str, Any] = {"all-reduces beside": str(peers)}
+        if "NCCL symmetric" in peers.arms:
+            few, many = (torch.zeros(rows, 4096, dtype=BF16, device=self.device) for rows in (1, 4096))
+            for name, x in (("few", few), ("many", many)):
+                facts[f"NCCL symmetric's kernels, {name} bytes"] = kernels_of(peers.arms["NCCL symmetric"](x))
+        facts |= {"copy TB/s": self.rate / 1e6, "NVLink GB/s each way": self.link / 1e3}
+        return {"all_reduce": table} | facts
 
     def fused(self, budget_s: float) -> dict[str, Any]:
         """What ends the halves of a layer against the launches that it replaces."""

@@ -37,6 +37,7 @@ import torch.distributed as dist
 
 from benchmarks.exchange_layers import MODELS, Model
 from benchmarks.exchange_sections import SECTIONS, Rank, build_kernels
+from benchmarks.gpu_ranks import NO_MULTICAST
 from benchmarks.graphs import table
 from rose_dist.kernels.arch import ARCHS, device_info
 
@@ -99,7 +100,7 @@ def main() -> None:
     context = torch.multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29500 + os.getpid() % 1000)}
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.update(NO_MULTICAST)
     processes = [context.Process(target=work, args=(rank, arguments, answers)) for rank in range(arguments.ranks)]
     for process in processes:
         process.start()

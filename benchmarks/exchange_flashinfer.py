@@ -1,10 +1,11 @@
 """Dispatch and combine beside FlashInfer's MoeAlltoAll (flashinfer-python 0.7), in one run on the GPUs of one host.
 
-    python -m benchmarks.exchange_flashinfer --ranks 2 [--out FOLDER] [--limit 60] [--models gpt-oss]
+    python -m benchmarks.exchange_flashinfer --ranks 2 [--out FOLDER] [--limit 50] [--models gpt-oss]
         [--tokens 128,4096]
 
-FlashInfer compiles its kernels with nvcc and ninja. Everything ends after `--limit` seconds; what was timed by then is
-kept, and what went wrong is said. Times are medians of CUDA graph replays in microseconds, of the slowest rank.
+FlashInfer's kernels are compiled by nvcc while ours are; `python -m benchmarks.flashinfer_modules MoeAlltoAll` does so
+beforehand. Everything ends after `--limit` seconds; what was timed by then is kept, and what went wrong is said. Times
+are medians of CUDA graph replays in microseconds, of the slowest rank.
 
 FlashInfer sends rows, ids and weights to each rank that has an expert of the token, and does not order them by expert;
 combine adds up one row a rank, which the experts' kernels are to leave in its workspace, so that is what ours is timed
@@ -15,11 +16,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,13 @@ import torch.distributed as dist
 
 from benchmarks.exchange import chosen, write
 from benchmarks.exchange_layers import BF16, Inputs, Model
-from benchmarks.exchange_sections import PARTIAL, TOKENS, Rank
+from benchmarks.exchange_sections import PARTIAL, TOKENS, Rank, build_kernels
+from benchmarks.flashinfer_modules import Builds
+from benchmarks.gpu_ranks import NO_MULTICAST
+from rose_dist.kernels.arch import device_info
 
-BUILD = "from flashinfer.jit.comm import gen_moe_alltoall_module as make; make().build_and_load()"
+START_SECONDS = 22.0
+"""Of the limit, that the ranks need to start and to measure something."""
 
 
 class FlashInfer:
@@ -43,11 +47,19 @@ class FlashInfer:
         from flashinfer.comm.mnnvl import MnnvlConfig  # noqa: PLC0415
         from flashinfer.comm.trtllm_moe_alltoall import MoeAlltoAll  # noqa: PLC0415
 
-        mapping = Mapping(one.ranks, one.rank, one.ranks, tp_size=one.ranks, moe_ep_size=one.ranks)
+        class Whole(TorchDistBackend):
+            """All ranks over the CPU's group. Its own split makes a group of NCCL's, even if that is all ranks."""
+
+            def Split(self, color: int, key: int) -> Whole:  # noqa: N802  FlashInfer's name
+                return self
+
+        mapping = Mapping(
+            world_size=one.ranks, rank=one.rank, gpus_per_node=one.ranks, tp_size=one.ranks, moe_ep_size=one.ranks
+        )
         self.model, self.ranks = model, one.ranks
         self.exchange = MoeAlltoAll(
             mapping, most, model.top_k, model.experts, hidden_size=model.hidden,
-            mnnvl_config=MnnvlConfig(comm_backend=TorchDistBackend(one.control.cpu)),
+            mnnvl_config=MnnvlConfig(comm_backend=Whole(one.control.cpu)),
         )  # fmt: skip
 
     def pair(
@@ -77,20 +89,21 @@ class FlashInfer:
         return f"{far} elements are wrong" if far else ""
 
 
-def lines(one: Rank, model: Model) -> list[dict[str, Any]]:
+def lines(one: Rank, model: Model) -> Iterator[dict[str, Any]]:
     sizes = one.sizes(TOKENS)
-    theirs, ours, rows = FlashInfer(model, max(sizes), one), one.layer(model, "times", PARTIAL), []
+    theirs, ours = FlashInfer(model, max(sizes), one), one.layer(model, "flashinfer", PARTIAL)
     for tokens in sizes:
         inputs = Inputs.of(model, tokens, one.rank, 0, one.device, whole=True)
         calls = 20 if tokens <= 256 else 4
-        rows.append({
-            "model": model.name, "tokens": tokens, "FlashInfer pair us": one.time(theirs.pair(inputs, tokens), calls),
+        result = "not checked" if model.fp8 else theirs.wrong(inputs, tokens) or "right"
+        line = {
+            "model": model.name, "tokens": tokens, "FlashInfer": result,
+            "FlashInfer pair us": one.time(theirs.pair(inputs, tokens), calls),
             "ours pair us": one.time(ours.resized(tokens).exchange, calls),
-            "FlashInfer": "not checked" if model.fp8 else theirs.wrong(inputs, tokens) or "right",
-        })  # fmt: skip
-        one.say(rows[-1])
+        }  # fmt: skip
+        one.say(line)
+        yield line
     ours.moe.check()
-    return rows
 
 
 def work(rank: int, arguments: argparse.Namespace, answers: Any) -> None:
@@ -103,11 +116,11 @@ def work(rank: int, arguments: argparse.Namespace, answers: Any) -> None:
     for model in one.models:
         if not model.fused:
             try:
-                result: Any = lines(one, model)
+                for line in lines(one, model):
+                    if rank == 0:
+                        answers.put(line)
             except Exception:
-                result = f"FAILED on rank {rank}: {traceback.format_exc(limit=-2)}"
-            answers.put((rank, model.name, result))
-            if isinstance(result, str):
+                answers.put(f"FAILED on rank {rank}: {traceback.format_exc(limit=-2)}")
                 break
     time.sleep(1.0)  # the queue's pipe
     os._exit(0)
@@ -117,36 +130,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/flashinfer"))
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds, compilation included")
+    parser.add_argument("--limit", type=float, default=50.0, help="seconds, compilation included")
     parser.add_argument("--models", default="gpt-oss,deepseek", help="parts of names")
     parser.add_argument("--tokens", default="", help="numbers")
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.limit
+    builds, start = Builds(["MoeAlltoAll"]), time.monotonic()
+    models = [model for model in chosen(arguments) if not model.fused]
+    build_kernels(device_info(0).arch, ["flashinfer"], models, arguments.ranks)
+    if problem := builds.wait(arguments.limit - START_SECONDS)["MoeAlltoAll"]:
+        sys.exit(f"FlashInfer's MoeAlltoAll: {problem}")
     results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
-    try:
-        subprocess.run(
-            [sys.executable, "-c", BUILD], check=True, timeout=arguments.limit, capture_output=True, text=True
-        )
-    except subprocess.TimeoutExpired:
-        sys.exit(f"FlashInfer's kernels were not built within {arguments.limit:.0f} s")
-    except subprocess.CalledProcessError as error:
-        sys.exit(f"FlashInfer's kernels can't be built or loaded: {error.stderr[-1500:]}")
-    results["built in s"] = round(time.monotonic() - deadline + arguments.limit, 1)
+    results |= {"compiled in s": round(time.monotonic() - start, 1), "pairs": []}
     context = torch.multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29500 + os.getpid() % 1000)}
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.update(NO_MULTICAST)
     processes = [context.Process(target=work, args=(rank, arguments, answers)) for rank in range(arguments.ranks)]
     for process in processes:
         process.start()
     while time.monotonic() < deadline and (any(one.is_alive() for one in processes) or not answers.empty()):
         if not answers.empty():
-            rank, name, result = answers.get()
-            if rank == 0 or isinstance(result, str):
-                results[name] = result
+            answer = answers.get()
+            if isinstance(answer, str):
+                results["failed"] = answer
+                deadline = min(deadline, time.monotonic() + 1.0)  # the other ranks may wait for this one for good
+            else:
+                results["pairs"].append(answer)
         time.sleep(0.05)
     if late := [one for one in processes if one.is_alive()]:
-        results["ended"] = f"after {arguments.limit:.0f} s"
+        results.setdefault("ended", "not all was measured within the limit")
         for one in late:
             one.kill()
     write(results, arguments.out, arguments.ranks)

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.all_to_all_ranks import ALIGN_CYCLES, CHECK_SPIN
-from benchmarks.exchange_layers import BF16, MODELS, Inputs, Layer, Model, varied
+from benchmarks.exchange_layers import BF16, MODELS, Layer, Model, varied
+from benchmarks.exchange_vdev import vdev
 from benchmarks.gpu_ranks import Control, link_rate, memory_of
 from benchmarks.graphs import captured, time_call
 from rose_dist.kernels import jit
@@ -40,7 +41,7 @@ CHUNKS = ({"chunk": 8}, {"chunk": 16})
 VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "checks": ({}, PARTIAL), "times": ({}, PARTIAL), "chain": ({}, PARTIAL),
     "forms": (AS_PACKETS, AS_ROWS, AS_PACKETS | PARTIAL, AS_ROWS | PARTIAL),
-    "prefill": (*CHUNKS, *(chunk | PARTIAL for chunk in CHUNKS)),
+    "prefill": (*CHUNKS, *(chunk | PARTIAL for chunk in CHUNKS)), "flashinfer": (PARTIAL,),
 }  # fmt: skip
 """Layouts of each section; of the others, the usual one."""
 MOST_TOKENS = {"forms": max(FORMS), "dead": 8}
@@ -224,29 +225,8 @@ class Rank:
         return {"NCCL all-to-all pair us": all_to_all, "NCCL gather + scatter us": gather_scatter}
 
     def vdev(self, budget_s: float) -> list[dict[str, Any]]:
-        """torch's symmetric-memory dispatch (not its combine), a row a pair, in bf16."""
         del budget_s
-        import torch.distributed._symmetric_memory as symmetric  # noqa: PLC0415
-
-        symmetric.set_backend("NVSHMEM")
-        operation, name = torch.ops.symm_mem.all_to_all_vdev_2d, dist.group.WORLD.group_name  # type: ignore[union-attr]
-        rows = []
-        for model in [model for model in self.models if not model.fp8]:
-            for tokens in self.sizes(TOKENS):
-                pairs, local = tokens * model.top_k, model.experts // self.ranks
-                x = symmetric.empty(pairs, model.hidden, dtype=BF16, device=self.device)
-                out = symmetric.empty(pairs * self.ranks, model.hidden, dtype=BF16, device=self.device)
-                splits = symmetric.empty(model.experts, dtype=torch.int64, device=self.device)
-                both = symmetric.empty(2, self.ranks * local, dtype=torch.int64, device=self.device)
-                for tensor in (x, out, splits, both):
-                    symmetric.rendezvous(tensor, name)
-                ids = Inputs.of(model, tokens, self.rank, 0, self.device, whole=True).ids
-                splits.copy_(torch.bincount(ids.flatten().long(), minlength=model.experts))
-                call = functools.partial(operation, x, out, splits, both, name)
-                line = {"model": model.name, "tokens": tokens, "dispatch us": self.time(call)}
-                rows.append(line)
-                self.say(line)
-        return rows
+        return vdev(self)
 
     # --- A free-running chain -----------------------------------------------------------------------------------------
 

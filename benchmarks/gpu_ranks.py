@@ -12,6 +12,8 @@ import torch.distributed as dist
 from rose_dist.comm.symmetric_memory import Region, SymmetricMemory
 
 HEAP = 6 << 30
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+"""The environment in which no library uses NVLink multicast: on a shared host it can put the GPUs out of service."""
 
 
 class Control:

@@ -53,6 +53,7 @@ class EngineOptions:
     prefill_graphs: bool
     redundant_experts: int
     force_remote: int | None
+    rail_forwarding: bool
     join_timeout: float
     log_dir: Path | None
 
@@ -84,6 +85,7 @@ class EngineOptions:
             max_context=self.max_context,
             prefix_cache=self.prefix_cache,
             redundant_experts=self.redundant_experts,
+            rail_forwarding=self.rail_forwarding,
             ladder=ladder_for(max_running) if gpu else (),
             prefill_ladder=prefill_ladder_for(max_step_tokens) if gpu and self.prefill_graphs else (),
             overlap=gpu,
@@ -172,6 +174,12 @@ _OPTIONS = (
         metavar="RANKS",
         help="Take every so many ranks of a host for a node of their own: expert rows between these go by network.",
     ),
+    click.option(
+        "--rail-forwarding",
+        is_flag=True,
+        help="Between nodes, send a token's row once to each node, to the GPU with the sender's place there, which "
+        "passes it on; results come back as one sum a node where that is less.",
+    ),
     click.option("--join-timeout", default=60.0, show_default=True, help="Seconds that a stage of start-up may take."),
     click.option("--log-dir", type=click.Path(path_type=Path), help="Where ranks other than 0 write their logs."),
 )
@@ -204,7 +212,10 @@ def joined(options: EngineOptions, log_level: int = logging.INFO) -> Iterator[tu
         layout = Layout.of(world.size, options.tp, options.dp, options.ep)
         check_layout(read_model_config(config.model), layout, options.redundant_experts)
         share_cores(world)
-        yield world, world.groups(layout, options.force_remote), config
+        groups = world.groups(layout, options.force_remote)
+        if options.rail_forwarding:
+            groups.topology.require_rails()
+        yield world, groups, config
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:

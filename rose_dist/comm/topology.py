@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from rose_dist.comm.layout import LayoutError
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -84,6 +86,14 @@ class Topology:
         """Nodes are equally many neighbours in rank order."""
         size = len(self.members[0])
         return self.nodes == tuple(rank // size for rank in range(len(self.nodes))) and len(self.nodes) % size == 0
+
+    def require_rails(self) -> None:
+        """Raises `LayoutError` unless every rank has one on its rail in every node, as rail forwarding needs."""
+        if not self.alike:
+            raise LayoutError(
+                f"rail forwarding needs nodes of equally many ranks, neighbours in rank order, not {self}: "
+                "place ranks by node, as many on each, or leave it out"
+            )
 
     @property
     def rails(self) -> tuple[int, ...]:

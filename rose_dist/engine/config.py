@@ -45,6 +45,7 @@ class EngineConfig:
     max_context: most tokens of prompt and output; None is the model's own.
     prefix_cache: reuse the blocks of equal prompt beginnings.
     redundant_experts: slots of each layer, over all ranks, for copies of popular experts.
+    rail_forwarding: between nodes, send a row of an expert once to each node, where it is passed on.
     ladder: sizes of decode batches with inputs of their own on the device, on a GPU captured as graphs; empty: every
         step brings its inputs along.
     prefill_ladder: token counts of other steps for which a GPU captures all but attention as graphs, where a replica
@@ -67,6 +68,7 @@ class EngineConfig:
     max_context: int | None = None
     prefix_cache: bool = True
     redundant_experts: int = 0
+    rail_forwarding: bool = False
     ladder: tuple[int, ...] = ()
     prefill_ladder: tuple[int, ...] = ()
     overlap: bool = False

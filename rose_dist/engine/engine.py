@@ -64,7 +64,8 @@ class Engine:
         self.balancer = ExpertBalancer(model, groups)
         self.rebalance_wanted = False
         """A leader's wish; the next step fulfils it on all ranks of the lockstep group."""
-        self._load: ToHost | None = None
+        self._load: tuple[ToHost, ToHost] | None = None
+        """On their way: what experts were chosen how often, and how many rows were sent."""
         self._load_told = 0.0
         self.compiles = CompileWorker(self._make_compiler)
         self._mask_worker: MaskWorker | None = None
@@ -85,6 +86,7 @@ class Engine:
             config.max_running,
             config.redundant_experts,
             config.moe_activations,
+            config.rail_forwarding,
         )
         if config.load_format == "random":
             model = random_model(config.model, options)
@@ -92,7 +94,7 @@ class Engine:
             model = load_model(config.model, options, progress)
         if groups.lockstep.size > 1:  # prefill graphs hold no exchange between ranks
             config = replace(config, prefill_ladder=())
-        engine = cls(fit_kv(config, model.kv_groups, model.config, groups.tp), groups, model)
+        engine = cls(fit_kv(config, model.kv_groups, model.config, groups), groups, model)
         if config.device.type == "cuda":
             engine.runner.warm_up()
         return engine
@@ -179,21 +181,21 @@ class Engine:
 
     def _tell_load(self, *, idle: bool) -> None:
         """Bring what the experts have done into the gauges, now and then and whenever work ends. While there is work
-        no step waits for the load: one asks for it, and a later one takes it in. `rows_sent` of GPUs does wait.
+        no step waits for it: one asks for it, and a later one takes it in.
         """
         if not self.leader:
             return
         if idle or (self._load is None and time.monotonic() - self._load_told > LOAD_SECONDS):
-            self._load, self._load_told = self.balancer.load(), time.monotonic()
-        if self._load is None or not (idle or self._load.there):
+            self._load, self._load_told = (self.balancer.load(), self.balancer.rows_sent()), time.monotonic()
+        if self._load is None or not (idle or all(one.there for one in self._load)):
             return
-        load, stats = self._load.result(), self.scheduler.stats
+        (load, rows_sent), stats = (one.result() for one in self._load), self.scheduler.stats
         self._load = None
         stats.expert_load = load.sum(0).tolist()
         stats.expert_balance = self.balancer.balance(load)
         stats.expert_rebalances = self.balancer.rebalances
         stats.expert_bytes_moved = self.balancer.bytes_received
-        stats.rows_sent = self.runner.model.rows_sent
+        stats.rows_sent = int(rows_sent)
 
     def _run(self, plan: Plan) -> list[Delivery]:
         """With `overlap` the step is launched before the tokens of the one before are read: while the host takes those

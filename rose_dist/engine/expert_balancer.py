@@ -31,6 +31,10 @@ class ExpertBalancer:
         """int64 [layers, experts] of this rank's tokens since start."""
         return ToHost.of(self._model.expert_load)
 
+    def rows_sent(self) -> ToHost:
+        """int64 [1], to experts of other ranks since start."""
+        return ToHost.of(self._model.rows_sent)
+
     def balance(self, load: torch.Tensor) -> float:
         """Of [layers, experts] under the present placement: see `expert_placement.balance`."""
         return balance((layer.expert_map.placement for layer in self._model.moe_layers), load.numpy())

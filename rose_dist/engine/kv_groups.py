@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from rose_dist.comm.group import Group
+from rose_dist.comm.layout import Layout
+from rose_dist.comm.world import Groups
 from rose_dist.engine.config import EngineConfig, EngineConfigError
 from rose_dist.engine.kv_cache import GroupSpec
 from rose_dist.kernels.deep_gemm import ALIGNMENT
@@ -35,16 +36,16 @@ def kv_bytes(groups: Sequence[KVGroup], specs: Sequence[GroupSpec], config: Engi
     )
 
 
-def fit_kv(config: EngineConfig, groups: Sequence[KVGroup], model: GptOssConfig, peers: Group) -> EngineConfig:
+def fit_kv(config: EngineConfig, groups: Sequence[KVGroup], model: GptOssConfig, ranks: Groups) -> EngineConfig:
     """With the KV tokens that the GPU's memory leaves room for once the model is there, unless they are given. All
-    tensor-parallel `peers`, whose blocks are the same, go by the least.
+    tensor-parallel ranks, whose blocks are the same, go by the least.
     """
     if config.kv_tokens is not None:
         return config
     torch.cuda.synchronize(config.device)
     free, total = torch.cuda.mem_get_info(config.device)
-    budget = free - int((1 - config.memory_share) * total) - activation_bytes(config, model)
-    blocks = -peers.all_reduce_max([-fitting_blocks(groups, config, budget)])[0]
+    budget = free - int((1 - config.memory_share) * total) - activation_bytes(config, model, ranks.layout)
+    blocks = -ranks.tp.all_reduce_max([-fitting_blocks(groups, config, budget)])[0]
     if blocks < 1:
         raise EngineConfigError(
             f"{config.device}, or a peer's GPU, has too little memory left beside the weights for a KV cache within "
@@ -60,14 +61,15 @@ def fitting_blocks(groups: Sequence[KVGroup], config: EngineConfig, budget: int)
     )
 
 
-def activation_bytes(config: EngineConfig, model: GptOssConfig) -> int:
-    """What a step takes beside weights and KV cache, generously: rows that experts work on and, in FP8, that pad each
-    expert's, logits and their sorted copies, and what libraries keep for themselves. Prefill graphs have memory of
-    their own.
+def activation_bytes(config: EngineConfig, model: GptOssConfig, layout: Layout) -> int:
+    """What a step takes beside weights and KV cache, generously: rows that experts work on, of all ranks that share
+    them and might send theirs to this one, and, in FP8, that pad each expert's, logits and their sorted copies, and
+    what libraries keep for themselves. Prefill graphs have memory of their own.
     """
     tokens, size = config.max_step_tokens + max(config.prefill_ladder, default=0), config.torch_dtype.itemsize
     dense = tokens * (8 * model.hidden_size + 3 * model.num_attention_heads * model.head_dim) * size
-    rows = tokens * model.num_experts_per_tok
+    reaching = tokens if layout.moe_mode == "tensor_parallel" else layout.ep * -(-tokens // layout.tp)
+    rows = reaching * model.num_experts_per_tok
     if config.moe_weights == "fp8":
         rows += model.num_local_experts * ALIGNMENT
     experts = rows * (3 * model.hidden_size + 3 * model.intermediate_size) * size

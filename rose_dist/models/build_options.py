@@ -19,6 +19,7 @@ class BuildOptions:
     dtype: of weights and activations.
     moe_weights: how the experts' matrices are held; MXFP4 only of checkpoints that store it, FP8 of any.
     moe_activations: what many rows of the experts are multiplied as; FP8 only with weights in MXFP4.
+    rail_forwarding: as in `AllToAllConfig`, for experts on GPUs of several nodes.
     """
 
     groups: Groups
@@ -29,3 +30,4 @@ class BuildOptions:
     max_rows: int = 64
     redundant_experts: int = 0
     moe_activations: MoeActivations = "bf16"
+    rail_forwarding: bool = False

@@ -185,8 +185,8 @@ class GptOssForCausalLM(nn.Module):
         return self.config.num_attention_heads // self.tp.size
 
     @property
-    def rows_sent(self) -> int:
-        """Rows sent to experts of other ranks since start."""
+    def rows_sent(self) -> Tensor:
+        """int64 [1]: rows sent to experts of other ranks since start."""
         return self.model.exchange.rows_sent
 
     @property
@@ -226,6 +226,7 @@ def _exchange(config: GptOssConfig, options: BuildOptions, tp: TensorGroup) -> A
         hidden=config.hidden_size,
         max_tokens=options.max_tokens,
         dtype=options.dtype,
+        rail_forwarding=options.rail_forwarding,
     )
     groups = options.groups
     if options.device.type == "cpu":
@@ -235,7 +236,7 @@ def _exchange(config: GptOssConfig, options: BuildOptions, tp: TensorGroup) -> A
         sizes, gpu = fp8_exchange(sizes, gpu, groups.layout)
     elif options.moe_weights == "mxfp4" and groups.layout.moe_mode != "data_parallel":
         gpu = replace(gpu, groups=row_groups(sizes, options))
-    sizes = replace(sizes, partial_sums=sums_pay(sizes.top_k, groups))
+    sizes = replace(sizes, partial_sums=sums_pay(sizes, groups))
     memory = None
     if groups.layout.moe_mode == "data_parallel":
         size = region_bytes(sizes, groups.topology, tp=groups.layout.tp)

@@ -139,7 +139,7 @@ def check_cases(world: World, layout: Layout, cases: dict[str, Case]) -> int:
             results = results.T.contiguous().T  # any strides
             moe.combine(results, dispatched, out=out, accumulate=case.accumulate)
             assert same_bits(out, expected.out), name
-        sent += moe.rows_sent
+        sent += int(moe.rows_sent)
     groups.free()
     return sent
 

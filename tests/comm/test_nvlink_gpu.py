@@ -227,7 +227,7 @@ ROWS |= {f"{name}, partial sums": replace(case, partial_sums=True) for name, cas
 def test_plain_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(ROWS[name], 2, monkeypatch, max_tokens=MOST)
     once(job, ROWS[name], 0)
-    assert [moe.rows_sent for moe in job.moes] == [sent(job, ROWS[name], rank) for rank in range(2)]
+    assert [int(moe.rows_sent) for moe in job.moes] == [sent(job, ROWS[name], rank) for rank in range(2)]
 
 
 RETURNS = (

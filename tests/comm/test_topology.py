@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose_dist.comm.layout import Layout
+from rose_dist.comm.all_to_all.create import sums_pay
+from rose_dist.comm.all_to_all.protocol import AllToAllConfig
+from rose_dist.comm.group import Group
+from rose_dist.comm.layout import Layout, LayoutError
 from rose_dist.comm.topology import Topology
-from rose_dist.comm.world import World
+from rose_dist.comm.world import Groups, World
 from tests.ranks import run_ranks
 
 machines = st.lists(st.sampled_from("abcd"), min_size=1, max_size=16)
@@ -62,6 +65,36 @@ def test_emulated_nodes_of_one_machine() -> None:
     assert Topology.of(["a", "b", "a", "b", "a"], 0, force_remote=2).nodes == (0, 1, 0, 1, 2)
     with pytest.raises(ValueError, match="at least 1 rank"):
         Topology.of(["a"], 0, force_remote=0)
+
+
+@pytest.mark.parametrize(
+    ("names", "allowed"), [("aabb", True), ("abc", True), ("a", True), ("aab", False), ("abab", False)]
+)
+def test_rails_join_ranks_of_the_same_place(names: str, allowed: bool) -> None:
+    topology = Topology.of(names, len(names) - 1)
+    if not allowed:
+        with pytest.raises(LayoutError, match="place ranks by node"):
+            topology.require_rails()
+        return
+    topology.require_rails()
+    size = len(topology.near)
+    assert {rail % size for rail in topology.rails} <= {topology.rank % size}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "top_k", "rails", "pays"),
+    [
+        ("aa", 2, False, True), ("aa", 1, False, False), ("aabb", 4, False, False), ("aabb", 4, True, True),
+        ("aabb", 1, True, False), ("aaaa", 3, True, False),
+    ],
+)  # fmt: skip
+def test_sums_pay_where_a_rank_or_a_node_has_a_row_of_a_token(nodes: str, top_k: int, rails: bool, pays: bool) -> None:
+    ranks, alone = len(nodes), Group(None)
+    layout, ep = Layout.of(ranks), Group(None)
+    ep.size = ranks
+    groups = Groups(layout, layout.at(0), alone, ep, alone, Topology.of(nodes, 0))
+    config = AllToAllConfig(num_experts=8, top_k=top_k, hidden=16, max_tokens=1, rail_forwarding=rails)
+    assert sums_pay(config, groups) is pays
 
 
 def nodes_of_the_world(world: World, force_remote: int | None) -> tuple[tuple[int, ...], int]:

@@ -10,6 +10,8 @@ import torch
 import zmq
 
 from rose_dist.comm.addresses import reachable_address
+from rose_dist.comm.expert_moves import move_experts
+from rose_dist.comm.expert_placement import Placement, solve
 from rose_dist.comm.layout import Layout
 from rose_dist.comm.world import World
 from rose_dist.engine.config import EngineConfig
@@ -18,6 +20,8 @@ from rose_dist.engine.engine import Engine
 from rose_dist.engine.loop import serve
 from rose_dist.engine.offline import OfflineSession
 from rose_dist.engine.protocol import EngineStats, Generate, SamplingParams
+from rose_dist.kernels.mxfp4 import quantize_mxfp4
+from rose_dist.layers.expert_matrices import MoeWeights, expert_matrix
 from tests.checkpoints import random_prompt, reference, reference_greedy, write_tiny
 from tests.ranks import run_ranks
 
@@ -119,3 +123,28 @@ def test_sliced_experts_move_too(tiny: Path) -> None:
     tokens, stats, _ = run_ranks(4, generate, tiny, 4, 2, 2, 2, timeout=120)[0]
     assert tokens == [[reference_greedy(tiny, request.prompt, NEW) for request in requests("")]] * 2
     assert stats.expert_bytes_moved > 0
+
+
+def move_matrices(world: World, kept: MoeWeights) -> int:
+    """Matrices stored for one placement and moved to another are those stored for the other."""
+    count, outputs, inputs = 5, 160, 96
+
+    def stored(placement: Placement) -> list[torch.Tensor]:
+        matrix = expert_matrix(kept, len(placement.of_rank(world.rank)), outputs, inputs, torch.bfloat16)
+        for local, expert in enumerate(placement.of_rank(world.rank)):
+            values = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(expert)) * 2.0**expert
+            matrix.store_packed(local)(*(part[None] for part in quantize_mxfp4(values)))
+        return [parameter.data for parameter in matrix.parameters()]
+
+    before = Placement.initial(count, world.size, 3)
+    after = solve([1, 50, 3, 9, 2], world.size, count + 3, before)
+    held = stored(before)
+    received = move_experts(before, after, world.group, held)
+    assert all(torch.equal(one, other) for one, other in zip(held, stored(after), strict=True))
+    return received
+
+
+@pytest.mark.mpi(2)
+@pytest.mark.parametrize("kept", ["mxfp4", "fp8", "bf16"])
+def test_weights_in_every_form_arrive(kept: MoeWeights) -> None:
+    assert any(run_ranks(2, move_matrices, kept))

@@ -98,7 +98,9 @@ def _rdma(machine: Machine, one_gpu: Ability) -> Ability:
         if lacking:
             return Ability(name, False, reason, fix)
     total = sum(port.gbps for port in active)
-    return Ability(name, True, f"{len(active)} RDMA ports, {total:g} Gb/s, for {len(machine.gpu.gpus)} GPUs")
+    gpus = len(machine.gpu.gpus)
+    rails = "; a port a GPU, as --rail-forwarding wants it" if len(active) >= gpus > 1 else ""
+    return Ability(name, True, f"{len(active)} RDMA ports, {total:g} Gb/s, for {gpus} GPUs{rails}")
 
 
 def _slurm(machine: Machine) -> Ability:

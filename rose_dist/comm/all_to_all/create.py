@@ -36,17 +36,30 @@ def create(
     experts = chosen.local_experts
     held = f"experts {experts.start} to {experts.stop - 1}" if experts else "no experts"
     logger.info(
-        "all-to-all: %s over %s, %s, this rank holds %s", type(chosen).__name__, groups.layout, groups.topology, held
-    )
+        "all-to-all: %s over %s, %s%s, this rank holds %s",
+        type(chosen).__name__, groups.layout, groups.topology, _between_nodes(config, groups, gpu), held,
+    )  # fmt: skip
     return chosen
 
 
-def sums_pay(top_k: int, groups: Groups) -> bool:
-    """Whether `AllToAllConfig.partial_sums` should be set: where rows travel over NVLink alone, and a rank gets one row
-    of a token or more on average. A quarter of the bytes of combine or more are then saved.
+def sums_pay(config: AllToAllConfig, groups: Groups) -> bool:
+    """Whether `config.partial_sums` should be set: where rows travel over NVLink alone, and a rank gets one row of a
+    token or more on average; with rail forwarding, where a node does. A quarter of the bytes of combine or more are
+    then saved.
     """
-    travel = groups.layout.moe_mode == "data_parallel" and groups.topology.one_domain
-    return travel and top_k >= groups.ep.size
+    if groups.layout.moe_mode != "data_parallel":
+        return False
+    if groups.topology.one_domain:
+        return config.top_k >= groups.ep.size
+    return config.rail_forwarding and config.top_k >= groups.topology.node_count
+
+
+def _between_nodes(config: AllToAllConfig, groups: Groups, gpu: GpuOptions | None) -> str:
+    """How rows cross the network, for the log."""
+    across = gpu is not None and groups.layout.moe_mode == "data_parallel" and not groups.topology.one_domain
+    if not across or not config.rail_forwarding:
+        return ""
+    return ", rail forwarding" + (" and sums by node" if config.partial_sums else "")
 
 
 def _choose(

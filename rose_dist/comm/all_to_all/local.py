@@ -54,7 +54,7 @@ class Local(AllToAll):
     ) -> None:
         self.config = config
         self.local_experts = range(config.num_experts) if local_experts is None else local_experts
-        self.rows_sent = 0
+        self.rows_sent = torch.zeros(1, dtype=torch.int64)
         self.gpu = None if gpu is None else LocalGpu(config, self.local_experts, gpu)
 
     def dispatch_send(

@@ -59,7 +59,7 @@ class Mpi(AllToAll):
         self.config = config
         self.group = group
         self.local_experts = even_split(config.num_experts, group.size, group.rank)
-        self.rows_sent = 0
+        self.rows_sent = torch.zeros(1, dtype=torch.int64)
         shares = [even_split(config.num_experts, group.size, rank) for rank in range(group.size)]
         self._width = len(shares[0])
         self._columns = np.concatenate(

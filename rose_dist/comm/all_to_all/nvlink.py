@@ -62,9 +62,8 @@ class NvLink(AllToAll):
         )  # fmt: skip
 
     @property
-    def rows_sent(self) -> int:  # type: ignore[override]  # read-only here
-        """Read from the GPU: not to be asked for at every step."""
-        return int(self.exchange.sent.item())
+    def rows_sent(self) -> torch.Tensor:  # type: ignore[override]  # read-only here
+        return self.exchange.sent
 
     def check(self) -> None:
         """Raise `WaitExpiredError` if a kernel has waited in vain; to be called once a step, after it."""

@@ -47,14 +47,11 @@ class PeerToPeer(NvLink):
 
 
 def network_layout(config: AllToAllConfig, topology: Topology, in_flight: int) -> NetworkLayout:
-    """Of the memory that messages need, and of the rest. Raises `ValueError` for `rail_forwarding` between nodes that
+    """Of the memory that messages need, and of the rest. Raises `LayoutError` for `rail_forwarding` between nodes that
     are not alike, and `KernelArgumentError` for sizes that don't fit.
     """
-    if config.rail_forwarding and not topology.alike:
-        raise ValueError(
-            f"rail_forwarding needs nodes of equally many ranks, neighbours in rank order, not {topology}: "
-            "place ranks by node, as many on each, or leave it out"
-        )
+    if config.rail_forwarding:
+        topology.require_rails()
     members = len(topology.members[0]) if config.rail_forwarding else 1
     summing = members if config.rail_forwarding and config.partial_sums else 0
     exchange = exchange_layout(config, len(topology.nodes), in_flight, network=True, node_ranks=summing)

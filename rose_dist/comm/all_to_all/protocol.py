@@ -161,8 +161,10 @@ class AllToAll(Protocol):
     config: AllToAllConfig
     local_experts: range
     """Ids of the experts that this rank holds (or holds a slice of)."""
-    rows_sent: int
-    """Rows that this rank has dispatched to experts of other ranks since construction."""
+    rows_sent: torch.Tensor
+    """int64 [1], on a GPU if that counts: rows that this rank has dispatched to experts of other ranks since
+    construction.
+    """
 
     def dispatch(
         self,

@@ -50,7 +50,7 @@ class SplitTokens(AllToAll):
         self.local_experts = self.inner.local_experts
 
     @property
-    def rows_sent(self) -> int:  # type: ignore[override]  # read-only here
+    def rows_sent(self) -> torch.Tensor:  # type: ignore[override]  # read-only here
         return self.inner.rows_sent
 
     def dispatch_send(

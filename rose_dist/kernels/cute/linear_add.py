@@ -55,25 +55,32 @@ class LinearAdd(jit.Kernel):
         self, x: Int64, x_stride: Int64, weight: Int64, bias: Int64, residual: Int64, out: Int64, rows: Int32,
         outputs: Int32,
     ) -> None:  # fmt: skip
-        product, pair = self.weights, pair_of_lane()
         cute.arch.griddepcontrol_launch_dependents()
-        shared = Int32(cute.arch.get_dyn_smem(Uint8, alignment=128).toint())
-        row_bytes = product.inputs * 2
-        first = weight + Int64(pair) * (2 * row_bytes)
-        writes = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP) == 0
-        if writes:
-            copy_async(self.place(shared, 0), bias + Int64(pair) * 4, Uint32(Boolean(bias != 0)) * 4, 4)
-        commit_copies()
-        held = product.fetch(first, first + row_bytes, shared)
+        shared, writes = shared_memory(), writing_warp()
+        held = self.fetch(shared, weight, bias, writes)
         cute.arch.griddepcontrol_wait()
-        if writes:
-            self.copy_residual(shared, residual, pair, rows, outputs)
-        commit_copies()
-        sums = product.multiply(held, shared, product.load_rows(x, x_stride, rows), younger=1)
-        await_copies(0)
-        product.meet(shared, sums)
+        self.multiply(held, shared, x, x_stride, residual, rows, outputs, writes)
         if writes:
             self.write(shared, out, rows, outputs)
+
+    def fetch(self, shared: Any, weight: Any, bias: Any, writes: Any) -> list[Any]:
+        """Start all loads of the weights, some to the registers returned, and of the bias."""
+        row_bytes = self.weights.inputs * 2
+        first = weight + Int64(pair_of_lane()) * (2 * row_bytes)
+        self.copy_bias(shared, bias, writes)
+        commit_copies()
+        return self.weights.fetch(first, first + row_bytes, shared)
+
+    def multiply(
+        self, held: list[Any], shared: Any, x: Any, x_stride: Any, residual: Any, rows: Any, outputs: Any, writes: Any
+    ) -> None:
+        """Leave the block's sums where `weights.total` finds them, and the residual beside the bias."""
+        self.copy_residual(shared, residual, rows, outputs, writes)
+        commit_copies()
+        inputs = self.weights.load_rows(x, x_stride, rows)
+        sums = self.weights.multiply(held, shared, inputs, younger=1)
+        await_copies(0)
+        self.weights.meet(shared, sums)
 
     def place(self, shared: Any, word: int) -> Any:
         """Where a lane of the writing warp keeps its words of the bias and of the residual in two rows.
@@ -82,11 +89,19 @@ class LinearAdd(jit.Kernel):
         """
         return Int32(shared) + (self.weights.shared_bytes + word * WARP * 4) + cute.arch.thread_idx()[0] % WARP * 4
 
-    def copy_residual(self, shared: Any, residual: Any, pair: Any, rows: Any, outputs: Any) -> None:
-        for i, row in enumerate(rows_of_lane(cute.arch.thread_idx()[0] % WARP)):
-            source = residual + (Int64(row) * outputs + pair * 2) * 2
-            there = Boolean(row < rows) & Boolean(residual != 0)
-            copy_async(self.place(shared, 1 + i), source, Uint32(there) * 4, 4)
+    @cute.jit
+    def copy_bias(self, shared: Int32, bias: Int64, writes: Boolean) -> None:
+        if writes:
+            source = bias + Int64(pair_of_lane()) * 4
+            copy_async(self.place(shared, 0), source, Uint32(Boolean(bias != 0)) * 4, 4)
+
+    @cute.jit
+    def copy_residual(self, shared: Int32, residual: Int64, rows: Int32, outputs: Int32, writes: Boolean) -> None:
+        if writes:
+            for i, row in enumerate(rows_of_lane(cute.arch.thread_idx()[0] % WARP)):
+                source = residual + (Int64(row) * outputs + pair_of_lane() * 2) * 2
+                there = Boolean(row < rows) & Boolean(residual != 0)
+                copy_async(self.place(shared, 1 + i), source, Uint32(there) * 4, 4)
 
     @cute.jit
     def write(self, shared: Int32, out: Int64, rows: Int32, outputs: Int32) -> None:
@@ -101,3 +116,13 @@ class LinearAdd(jit.Kernel):
                 other = halves(load_shared(self.place(shared, 1 + i), 1)[0])
                 result = ptx.to_bf16x2(rounded[0] + other[0], rounded[1] + other[1])
                 vector.scalar(out + (Int64(row) * outputs + pair * 2) * 2, Uint32)[0] = result
+
+
+def shared_memory() -> Any:
+    """The address of the block's."""
+    return Int32(cute.arch.get_dyn_smem(Uint8, alignment=128).toint())
+
+
+def writing_warp() -> Any:
+    """Whether this thread is of the warp that adds up the others' sums and writes."""
+    return cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP) == 0

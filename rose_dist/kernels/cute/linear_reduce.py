@@ -12,14 +12,13 @@ from typing import Any
 from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute import packets
-from rose_dist.kernels.cute.linear_add import LinearAdd
+from rose_dist.kernels.cute.linear_add import LinearAdd, shared_memory, writing_warp
 from rose_dist.kernels.cute.mxfp4_operands import load_shared
-from rose_dist.kernels.cute.resident_weights import ResidentWeights, halves, pair_of_lane, rows_of_lane
-from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint8, Uint32, cute
+from rose_dist.kernels.cute.resident_weights import ResidentWeights, halves, rows_of_lane
+from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, cute
 from rose_dist.kernels.linear_shapes import LINEAR_OUTPUTS, REDUCED_PER_SM, resident
 from rose_dist.kernels.peer_regions import ONE_SHOT_STAGE, PACKET_BYTES
 from rose_dist.kernels.variants import WARP
-from rose_dist.kernels.warp_matrix import await_copies, commit_copies, copy_async
 
 
 @dataclass(frozen=True)
@@ -59,25 +58,13 @@ class LinearReduce(jit.Kernel):
         peer0: Int64, peer1: Int64, peer2: Int64, peer3: Int64, peer4: Int64, peer5: Int64, peer6: Int64, peer7: Int64,
         source_bytes: Int64, state: Int64, report: Int64, limit_ns: Int64, rank: Int32, rows: Int32, outputs: Int32,
     ) -> None:  # fmt: skip
-        linear, product, pair = self.linear, self.linear.weights, pair_of_lane()
         peers = [peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7][: self.ranks]
         cute.arch.griddepcontrol_launch_dependents()
-        shared = Int32(cute.arch.get_dyn_smem(Uint8, alignment=128).toint())
-        row_bytes = product.inputs * 2
-        first = weight + Int64(pair) * (2 * row_bytes)
-        writes = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP) == 0
-        if writes:
-            copy_async(linear.place(shared, 0), bias + Int64(pair) * 4, Uint32(Boolean(bias != 0)) * 4, 4)
-        commit_copies()
-        held = product.fetch(first, first + row_bytes, shared)
+        shared, writes = shared_memory(), writing_warp()
+        held = self.linear.fetch(shared, weight, bias, writes)
         cute.arch.griddepcontrol_wait()
-        if writes:
-            linear.copy_residual(shared, residual, pair, rows, outputs)
-        commit_copies()
         epoch = packets.current_epoch(state)
-        sums = product.multiply(held, shared, product.load_rows(x, x_stride, rows), younger=1)
-        await_copies(0)
-        product.meet(shared, sums)
+        self.linear.multiply(held, shared, x, x_stride, residual, rows, outputs, writes)
         if writes:
             half = Int64(epoch & Uint32(1)) * self.ranks * source_bytes
             self.exchange(
