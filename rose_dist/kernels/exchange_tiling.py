@@ -62,6 +62,43 @@ class PacketTiling:
         return (thread + turn * self.threads < self.part) & (self.packet(split, thread, turn) < self.packets)
 
 
+@dataclass(frozen=True)
+class MoverTiling:
+    """Of warps that move rows through rings in shared memory: `row_mover`."""
+
+    row_bytes: int
+    warps: int = 8
+    ahead: int = 2
+    """Pieces of a warp whose loads are on their way."""
+    behind: int = 3
+    """Pieces of a warp whose stores are."""
+    most: int = 3584
+    """Bytes of a piece. With 8 warps and 6 stages 168 KB a block."""
+
+    @property
+    def pieces(self) -> int:
+        """Of a row; all but the last of one size."""
+        return -(-self.row_bytes // self.most)
+
+    @property
+    def piece_bytes(self) -> int:
+        return _up(-(-self.row_bytes // self.pieces), 16)
+
+    @property
+    def stages(self) -> int:
+        """A warp's; the load that begins takes one more than those on their way."""
+        return self.ahead + self.behind + 1
+
+    @property
+    def ring_offset(self) -> int:
+        """Behind the barriers, one a stage."""
+        return _up(8 * self.warps * self.stages, 128)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.ring_offset + self.warps * self.stages * self.piece_bytes
+
+
 def record_tiling(layout: ExchangeLayout, most: int, least: int = LEAST_THREADS) -> PacketTiling:
     """Of a record's row and scales; a part of a quantised record is whole units."""
     return PacketTiling(layout.data_packets, most, PART_UNIT if layout.quantized is None else UNIT_PACKETS, least)

@@ -17,9 +17,10 @@ from rose_dist.kernels.cute.exchange_push import RowPusher
 from rose_dist.kernels.cute.exchange_receive import RecordReceiver
 from rose_dist.kernels.cute.exchange_return import ResultSender
 from rose_dist.kernels.cute.exchange_sum import RowSummer
+from rose_dist.kernels.cute.row_mover import RowMover
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, const_expr, cute
 from rose_dist.kernels.exchange_layout import ExchangeLayout
-from rose_dist.kernels.exchange_tiling import PARTS, PacketTiling, record_tiling
+from rose_dist.kernels.exchange_tiling import PARTS, MoverTiling, PacketTiling, record_tiling
 from rose_dist.kernels.expert_slots import PackedLayout
 
 THREADS = 512
@@ -119,6 +120,15 @@ class CombineRows(jit.Kernel):
     accumulate: bool
     by_token: bool
     send: bool
+    bulk: bool = True
+    """Whether single results are sent by bulk copies."""
+
+    @property
+    def moves(self) -> MoverTiling | None:
+        """Of the blocks that send."""
+        if not (self.bulk and self.send and self.layout.has_rows) or self.layout.partial_sums:
+            return None
+        return MoverTiling(self.layout.result_bytes)
 
     @cute.jit
     def __call__(
@@ -132,7 +142,8 @@ class CombineRows(jit.Kernel):
             expert_out, row_stride, sources, tokens_of, slots, runs, ids, weights, live_rows, out, peers, own,
             send_state, receive_state, report, limit_ns, rank, tokens, pushers,
         ).launch(
-            grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1
+            grid=[blocks, 1, 1], block=[THREADS, 1, 1], smem=self.moves.shared_bytes if self.moves else 0, stream=stream,
+            use_pdl=True, min_blocks_per_mp=1,
         )  # fmt: skip
 
     @cute.kernel
@@ -161,9 +172,12 @@ class CombineRows(jit.Kernel):
         peers: Int64, send_state: Int64, rank: Int32, block: Int32, blocks: Int32,
     ) -> None:  # fmt: skip
         tiling = PacketTiling(self.layout.result_packets, PARTS.variants[-1], least=THREADS)
-        ResultSender(self.layout, self.dtype, tiling, skip_own=True).push(
+        shared = Int32(0)
+        if const_expr(self.moves is not None):
+            shared = RowMover(self.moves).shared()
+        ResultSender(self.layout, self.dtype, tiling, skip_own=True, moves=self.moves).push(
             expert_out, row_stride, sources, tokens_of, slots, runs, peers, packets.current_epoch(send_state), rank,
-            block, blocks,
+            block, blocks, shared,
         )  # fmt: skip
         packets.finish_epoch(send_state, block == 0, blocks, Boolean(True))
 
