@@ -19,9 +19,10 @@ from rose_dist.kernels.variants import WARP
 
 @dataclass(frozen=True)
 class RowMover:
-    """Part of a kernel, whose first `tiling.warps` warps move."""
+    """Part of a kernel, whose `tiling.warps` warps from `first_warp` on move."""
 
     tiling: MoverTiling
+    first_warp: int = 0
 
     def shared(self) -> Any:
         """Where the barriers and rings are in the block's shared memory."""
@@ -66,7 +67,7 @@ class RowMover:
     def step(self, shared: Int32, ring: list[cute.Tensor], source: Int64, target: Int64, size: Int32) -> None:
         """Start loading a piece of `size` bytes, nothing for 0, and pass on the one that is due."""
         tiling, (numbers, targets) = self.tiling, ring
-        first, number = cute.arch.thread_idx()[0] // WARP * tiling.stages, numbers[0]
+        first, number = (cute.arch.thread_idx()[0] // WARP - self.first_warp) * tiling.stages, numbers[0]
         if cute.arch.thread_idx()[0] % WARP == 0:
             stage = first + number % tiling.stages
             full = barrier(shared, stage)
