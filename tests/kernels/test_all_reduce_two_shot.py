@@ -127,7 +127,7 @@ def test_stale_reads_without_race_checks(kind: type[TwoShot]) -> None:
 
 def test_a_dead_peer_is_reported(kind: type[TwoShot]) -> None:
     peers = peers_for(3)
-    peers.limit = 30_000
+    peers.limit = 300_000
     exchange = Exchange(peers, kind(HOPPER, 3, BF16, threads=32), 9)
     exchange.launch(0)
     exchange.launch(1)

@@ -133,9 +133,7 @@ class RecordMover:
                     self.pusher.copy_scales(scales + Int64(token) * layout.scale_bytes, target)
 
     @cute.jit
-    def release(
-        self, peers: Int64, rank: Int32, chunk: Int32, epoch: Uint32, masks: cute.Tensor, third: Int32
-    ) -> None:
+    def release(self, peers: Int64, rank: Int32, chunk: Int32, epoch: Uint32, masks: cute.Tensor, third: Int32) -> None:
         """The flags of a chunk whose rows all moving warps have seen written; none for chunk −1."""
         cute.arch.sync_threads()
         to = cute.arch.thread_idx()[0] - (self.threads - WARP)

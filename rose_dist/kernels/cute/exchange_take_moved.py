@@ -184,6 +184,4 @@ class RecordTaker:
             for j in range(layout.top_k):
                 target = cute.arch.shuffle_sync(slot, j)
                 if (target >= 0) & (first + lane < words):
-                    store_scale_word(
-                        packed_scales + Int64(target) * layout.scale_bytes, at, word, layout.scale_bytes
-                    )
+                    store_scale_word(packed_scales + Int64(target) * layout.scale_bytes, at, word, layout.scale_bytes)
