@@ -101,7 +101,7 @@ class BulkTwoShot(TwoShot):
         """Each of the others' slices to its owner, by a warp. A round's flags follow the next round's pieces."""
         first, last, piece, rounds, share, vectors = span
         mover, lane = self.mover, cute.arch.thread_idx()[0] % WARP
-        ring, before = mover.ring(), Int32(0)
+        ring = mover.ring()
         for now in range(rounds + 1):
             end = ring[0][0]
             if now < rounds:

@@ -61,6 +61,7 @@ class RecordMover:
                 self.move_rows(shared, ring, x, ids, peers, area, chunk, live, masks, third, rank)
             if before < 0:
                 cute.arch.griddepcontrol_wait()
+                cute.arch.griddepcontrol_launch_dependents()
                 self.send_headers(counted, counts, sent, peers, live, epoch, rank, block, blocks)
             if warp < self.tiling.warps:
                 self.write_notes(

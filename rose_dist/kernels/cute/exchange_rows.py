@@ -65,8 +65,8 @@ class DispatchRows(jit.Kernel):
             offsets, sources, tokens_of, slots, runs, peers, own, send_state, receive_state, report, limit_ns, rank,
             tokens, pushers,
         ).launch(
-            grid=[blocks, 1, 1], block=[THREADS, 1, 1], smem=self.moves.shared_bytes if self.moves else 0, stream=stream,
-            use_pdl=True, min_blocks_per_mp=1,
+            grid=[blocks, 1, 1], block=[THREADS, 1, 1], smem=self.moves.shared_bytes if self.moves else 0,
+            stream=stream, use_pdl=True, min_blocks_per_mp=1,
         )  # fmt: skip
 
     @cute.kernel
@@ -77,8 +77,10 @@ class DispatchRows(jit.Kernel):
         receive_state: Int64, report: Int64, limit_ns: Int64, rank: Int32, tokens: Int32, pushers: Int32,
     ) -> None:  # fmt: skip
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        # Rows that go by bulk copies leave before the numbering ends; see `RecordMover`.
+        if const_expr(self.moves is None) or block >= pushers:
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         if block < pushers:
             self.push(
                 x, scales, ids, weights, live_rows, numbers, pair_counts, pair_offsets, sent, peers, send_state, rank,
@@ -86,8 +88,8 @@ class DispatchRows(jit.Kernel):
             )  # fmt: skip
         elif const_expr(self.receive):
             self.take(
-                x, scales, ids, weights, numbers, pair_offsets, packed, packed_scales, counts, offsets, sources, tokens_of, slots, runs, own,
-                receive_state, report, limit_ns, rank, block - pushers, blocks - pushers,
+                x, scales, ids, weights, numbers, pair_offsets, packed, packed_scales, counts, offsets, sources,
+                tokens_of, slots, runs, own, receive_state, report, limit_ns, rank, block - pushers, blocks - pushers,
             )  # fmt: skip
 
     @cute.jit
@@ -171,8 +173,8 @@ class CombineRows(jit.Kernel):
             expert_out, row_stride, sources, tokens_of, slots, runs, ids, weights, live_rows, out, peers, own,
             send_state, receive_state, report, limit_ns, rank, tokens, pushers,
         ).launch(
-            grid=[blocks, 1, 1], block=[THREADS, 1, 1], smem=self.moves.shared_bytes if self.moves else 0, stream=stream,
-            use_pdl=True, min_blocks_per_mp=1,
+            grid=[blocks, 1, 1], block=[THREADS, 1, 1], smem=self.moves.shared_bytes if self.moves else 0,
+            stream=stream, use_pdl=True, min_blocks_per_mp=1,
         )  # fmt: skip
 
     @cute.kernel
