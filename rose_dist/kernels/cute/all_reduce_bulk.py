@@ -12,7 +12,7 @@ from typing import Any
 from rose_dist.kernels import ptx, sync, vector
 from rose_dist.kernels.cute import packets
 from rose_dist.kernels.cute.all_reduce_two_shot import VECTOR_BYTES, TwoShot
-from rose_dist.kernels.cute.row_mover import RowMover
+from rose_dist.kernels.cute.row_mover import RowMover, dynamic_shared
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, cute, range_constexpr
 from rose_dist.kernels.exchange_tiling import MoverTiling
 from rose_dist.kernels.peer_regions import TAKE_STAGE
@@ -69,7 +69,7 @@ class BulkTwoShot(TwoShot):
         if cute.arch.thread_idx()[0] == 0:
             passed[0] = Int32(1)
         mover = self.mover
-        shared = mover.shared()
+        shared = dynamic_shared()
         mover.set_up(shared)
         warp = cute.arch.thread_idx()[0] // WARP
         span = [first, last, piece, rounds, share, vectors]

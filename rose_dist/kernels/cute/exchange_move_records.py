@@ -11,7 +11,7 @@ from rose_dist.kernels import vector
 from rose_dist.kernels.cute.exchange_parts import count_sent, owner, place, send_headers
 from rose_dist.kernels.cute.exchange_push import RowPusher
 from rose_dist.kernels.cute.expert_slots import local_expert, shared_integers
-from rose_dist.kernels.cute.row_mover import RowMover
+from rose_dist.kernels.cute.row_mover import RowMover, dynamic_shared
 from rose_dist.kernels.dsl import Int32, Int64, Uint32, const_expr, cute
 from rose_dist.kernels.exchange_layout import ExchangeLayout
 from rose_dist.kernels.exchange_sizes import NO_PLACE, ROWS
@@ -48,7 +48,7 @@ class RecordMover:
         layout, pusher, mover = self.layout, self.pusher, self.mover
         size, warp = layout.chunk, cute.arch.thread_idx()[0] // WARP
         counted, masks = shared_integers(layout.experts + layout.ranks), shared_integers(3 * size)
-        shared = mover.shared()
+        shared = dynamic_shared()
         mover.set_up(shared)
         ring, area, end = mover.ring(), pusher.area(rank, epoch), Int32(0)
         before, third, third_before = Int32(-1), Int32(0), Int32(0)

@@ -20,10 +20,10 @@ from rose_dist.kernels.cute.exchange_receive import RecordReceiver
 from rose_dist.kernels.cute.exchange_return import ResultSender
 from rose_dist.kernels.cute.exchange_sum import RowSummer
 from rose_dist.kernels.cute.exchange_take_moved import RecordTaker
-from rose_dist.kernels.cute.row_mover import RowMover
+from rose_dist.kernels.cute.row_mover import dynamic_shared
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, const_expr, cute
 from rose_dist.kernels.exchange_layout import ExchangeLayout
-from rose_dist.kernels.exchange_tiling import PARTS, MoverTiling, PacketTiling, record_tiling
+from rose_dist.kernels.exchange_tiling import MOST_SUMMED, PARTS, MoverTiling, PacketTiling, SumTiling, record_tiling
 from rose_dist.kernels.expert_slots import PackedLayout
 
 THREADS = 512
@@ -152,14 +152,18 @@ class CombineRows(jit.Kernel):
     by_token: bool
     send: bool
     bulk: bool = True
-    """Whether single results are sent by bulk copies."""
+    """Whether single results are sent by bulk copies, and sums are made of what these bring."""
 
     @property
-    def moves(self) -> MoverTiling | None:
-        """Of the blocks that send."""
-        if not (self.bulk and self.send and self.layout.has_rows) or self.layout.partial_sums:
+    def moves(self) -> MoverTiling | SumTiling | None:
+        """Of the blocks that send and, if sums are sent, of all."""
+        layout = self.layout
+        if not (self.bulk and self.send and layout.has_rows):
             return None
-        return MoverTiling(self.layout.result_bytes)
+        if not layout.partial_sums:
+            return MoverTiling(layout.result_bytes)
+        served = layout.top_k <= MOST_SUMMED and not self.by_token
+        return SumTiling(layout.result_bytes, layout.top_k) if served else None
 
     @cute.jit
     def __call__(
@@ -205,7 +209,7 @@ class CombineRows(jit.Kernel):
         tiling = PacketTiling(self.layout.result_packets, PARTS.variants[-1], least=THREADS)
         shared = Int32(0)
         if const_expr(self.moves is not None):
-            shared = RowMover(self.moves).shared()
+            shared = dynamic_shared()
         ResultSender(self.layout, self.dtype, tiling, skip_own=True, moves=self.moves).push(
             expert_out, row_stride, sources, tokens_of, slots, runs, peers, packets.current_epoch(send_state), rank,
             block, blocks, shared,
@@ -219,7 +223,10 @@ class CombineRows(jit.Kernel):
         block: Int32, blocks: Int32,
     ) -> None:  # fmt: skip
         live, epoch = vector.live_rows(live_rows, tokens), packets.current_epoch(receive_state)
-        RowSummer(self.layout, self.dtype, self.out_dtype, self.accumulate, self.by_token, self.send, THREADS).take(
+        moves = self.moves if isinstance(self.moves, SumTiling) else None
+        RowSummer(
+            self.layout, self.dtype, self.out_dtype, self.accumulate, self.by_token, self.send, THREADS, moves
+        ).take(
             expert_out, row_stride, slots, ids, weights, live, out, own, epoch, report, limit_ns, rank, block, blocks
         )
         packets.finish_epoch(receive_state, block == 0, blocks, Boolean(True))

@@ -17,7 +17,7 @@ from rose_dist.kernels.cute.exchange_parts import (
 )
 from rose_dist.kernels.cute.exchange_take_rows import RowTaker, note_place
 from rose_dist.kernels.cute.expert_slots import local_expert
-from rose_dist.kernels.cute.row_mover import RowMover
+from rose_dist.kernels.cute.row_mover import RowMover, dynamic_shared
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 from rose_dist.kernels.exchange_layout import ExchangeLayout
 from rose_dist.kernels.exchange_sizes import HEADER_WORDS, ROWS
@@ -53,7 +53,7 @@ class RecordTaker:
         """
         layout: Any = self.layout
         mover, arrivals = self.mover, Arrivals(layout, HEADER_WORDS + layout.width)
-        shared = mover.shared()
+        shared = dynamic_shared()
         mover.set_up(shared)
         if cute.arch.thread_idx()[0] // WARP < self.tiling.warps:
             ring, alive, others = mover.ring(), Boolean(passed[0] != 0), layout.ranks - 1

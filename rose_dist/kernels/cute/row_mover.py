@@ -12,7 +12,7 @@ from typing import Any
 
 from rose_dist.kernels import ptx, ptx_shared, vector
 from rose_dist.kernels.cute.mxfp4_operands import barrier, wait
-from rose_dist.kernels.dsl import Int32, Int64, Uint8, cute, range_constexpr
+from rose_dist.kernels.dsl import Int32, Int64, Uint8, cute, cutlass, range_constexpr
 from rose_dist.kernels.exchange_tiling import MoverTiling
 from rose_dist.kernels.variants import WARP
 
@@ -24,19 +24,9 @@ class RowMover:
     tiling: MoverTiling
     first_warp: int = 0
 
-    def shared(self) -> Any:
-        """Where the barriers and rings are in the block's shared memory."""
-        return Int32(cute.arch.get_dyn_smem(Uint8, alignment=128).toint())
-
-    @cute.jit
-    def set_up(self, shared: Int32) -> None:
+    def set_up(self, shared: Any) -> None:
         """By all threads, before anything is moved, and after `griddepcontrol.wait` or what stands for it."""
-        thread = cute.arch.thread_idx()[0]
-        if thread < self.tiling.warps * self.tiling.stages:
-            cute.arch.mbarrier_init(barrier(shared, thread), 1)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        ptx.fence_async_copies()  # what launches before have written, the copies read too
+        set_up_rings(shared, self.tiling.warps * self.tiling.stages)
 
     def ring(self) -> list[Any]:
         """A warp's: its next piece's number and the sizes of those being loaded, and each lane's targets of these."""
@@ -90,3 +80,21 @@ class RowMover:
 
     def place(self, shared: Any, stage: Any) -> Any:
         return shared + self.tiling.ring_offset + stage * self.tiling.piece_bytes
+
+
+def dynamic_shared() -> Any:
+    """Where the barriers and rings are in the block's shared memory."""
+    return Int32(cute.arch.get_dyn_smem(Uint8, alignment=128).toint())
+
+
+@cute.jit
+def set_up_rings(shared: Int32, stages: cutlass.Constexpr) -> None:
+    """By all threads: a barrier for each stage of each warp, at which one arrives; and copies may read what launches
+    before have written.
+    """
+    thread = cute.arch.thread_idx()[0]
+    if thread < stages:
+        cute.arch.mbarrier_init(barrier(shared, thread), 1)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+    ptx.fence_async_copies()
