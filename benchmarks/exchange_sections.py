@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -184,22 +185,22 @@ class Rank:
         return rows
 
     def prefill(self, budget_s: float) -> list[dict[str, Any]]:
-        """How sending and taking are best shared out."""
+        """How rows travel best, and sending and taking are best shared out."""
         del budget_s
         rows = []
         for model in self.models:
             for changes in VARIANTS["prefill"]:
                 layer = self.layer(model, "prefill", changes)
                 exchange, chunk = layer.moe.exchange, layer.moe.layout.chunk
-                usual = exchange.pushers
-                for tokens in self.sizes((max(TOKENS),)):
-                    one = layer.resized(tokens)
-                    for share in SHARES:
-                        exchange.pushers = (int(self.sms * share),) * 2
-                        rows.append({"chunk": chunk, "blocks that send": f"{share:.0%}"} | self.line(one))
-                        self.say(rows[-1])
-                        layer.moe.check()
-                    exchange.pushers = usual
+                usual, kernels = exchange.pushers, exchange._kernels
+                for tokens, bulk, share in product(self.sizes((max(TOKENS),)), (True, False), SHARES):
+                    exchange.pushers = (int(self.sms * share),) * 2
+                    exchange._kernels = replace(kernels, bulk=bulk)
+                    arm = {"chunk": chunk, "bulk": bulk, "blocks that send": f"{share:.0%}"}
+                    rows.append(arm | self.line(layer.resized(tokens)))
+                    self.say(rows[-1])
+                    layer.moe.check()
+                exchange.pushers, exchange._kernels = usual, kernels
         return rows
 
     def others(self, layer: Layer) -> dict[str, Callable[[], Any]]:
@@ -288,7 +289,9 @@ def build_kernels(arch: Arch, sections: Iterable[str], models: list[Model], rank
             config = model.config(MOST_TOKENS.get(section, max(TOKENS)))
             for changes in VARIANTS.get(section, ({},)):
                 layout = varied(config, ranks, 1, changes)
-                kernels |= dict.fromkeys(ExchangeKernels(arch, layout, PackedLayout(), config.expert_dtype).usual())
+                for bulk in {"prefill": (True, False)}.get(section, (True,)):
+                    usual = ExchangeKernels(arch, layout, PackedLayout(), config.expert_dtype, bulk).usual()
+                    kernels |= dict.fromkeys(usual)
                 if layout.has_rows:
                     kernels[order_kernel(arch, layout)] = None
     context = torch.multiprocessing.get_context("spawn")

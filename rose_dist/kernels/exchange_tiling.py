@@ -24,6 +24,10 @@ is best for both, a quarter and a half cost 2 to 6 % of the pair). With `partial
 much memory as the others."""
 
 
+MOST_SUMMED = 16
+"""Places of a token whose rows a warp can have in shared memory at once."""
+
+
 @dataclass(frozen=True)
 class PacketTiling:
     """`splits` blocks take a record of `packets` packets, each up to `most`, a thread up to `turns` of them."""
@@ -60,6 +64,87 @@ class PacketTiling:
     def inside(self, split: Any, thread: Any, turn: int) -> Any:
         """Whether it is the thread's own."""
         return (thread + turn * self.threads < self.part) & (self.packet(split, thread, turn) < self.packets)
+
+
+@dataclass(frozen=True)
+class MoverTiling:
+    """Of warps that move rows through rings in shared memory: `row_mover`."""
+
+    row_bytes: int
+    warps: int = 8
+    ahead: int = 2
+    """Pieces of a warp whose loads are on their way."""
+    behind: int = 3
+    """Pieces of a warp whose stores are."""
+    most: int = 3584
+    """Bytes of a piece. With 8 warps and 6 stages 168 KB a block."""
+
+    @property
+    def pieces(self) -> int:
+        """Of a row; all but the last of one size."""
+        return -(-self.row_bytes // self.most)
+
+    @property
+    def piece_bytes(self) -> int:
+        return _up(-(-self.row_bytes // self.pieces), 16)
+
+    @property
+    def stages(self) -> int:
+        """A warp's; the load that begins takes one more than those on their way."""
+        return self.ahead + self.behind + 1
+
+    @property
+    def ring_offset(self) -> int:
+        """Behind the barriers, one a stage."""
+        return _up(8 * self.warps * self.stages, 128)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.ring_offset + self.warps * self.stages * self.piece_bytes
+
+
+@dataclass(frozen=True)
+class SumTiling:
+    """Of warps that sum rows which bulk copies bring into rings in shared memory: `sum_mover`."""
+
+    row_bytes: int
+    top_k: int
+    """At most `MOST_SUMMED`."""
+    warps: int = 8
+    ahead: int = 2
+    """Units of a warp whose loads are on their way."""
+
+    @property
+    def piece_bytes(self) -> int:
+        """Of a row, that a unit has: whole vectors of all lanes."""
+        return min(2048, 8192 // self.top_k // 512 * 512)
+
+    @property
+    def vectors(self) -> int:
+        """Of 16 bytes, of a lane and place."""
+        return self.piece_bytes // 512
+
+    @property
+    def units(self) -> int:
+        """Of a row; the last may be partly beyond it."""
+        return -(-self.row_bytes // self.piece_bytes)
+
+    @property
+    def stages(self) -> int:
+        return self.ahead + 1
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.top_k * self.piece_bytes
+
+    @property
+    def ring_offset(self) -> int:
+        """Behind the barriers, one a stage."""
+        return _up(8 * self.warps * self.stages, 128)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.ring_offset + self.warps * self.stages * self.stage_bytes
 
 
 def record_tiling(layout: ExchangeLayout, most: int, least: int = LEAST_THREADS) -> PacketTiling:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rose_dist.kernels.dsl import Boolean, T, Uint32, dsl_user_op
+from rose_dist.kernels.dsl import Boolean, Int64, T, Uint32, dsl_user_op
 from rose_dist.kernels.inline_asm import asm as _asm
 
 
@@ -51,3 +51,24 @@ def add_shared(address: Any, value: Any, *, loc: Any = None, ip: Any = None) -> 
     """u32 add at a shared address (u32) of this block."""
     text = "red.relaxed.cta.shared::cta.add.u32 [$0], $1;"
     _asm(text, "r,r", None, Uint32(address), Uint32(value), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def copy_from_shared(target: Any, source: Any, size: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Start copying `size` bytes at shared address `source` (u32) to global memory of any GPU; part of this thread's
+    group that `commit_bulk_copies` ends. All three are multiples of 16.
+    """
+    text = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;"
+    _asm(text, "l,r,r", None, Int64(target), Uint32(source), Uint32(size), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def commit_bulk_copies(*, loc: Any = None, ip: Any = None) -> None:
+    """What this thread has started to copy since it last did so is a group, possibly an empty one."""
+    _asm("cp.async.bulk.commit_group;", "", None, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def await_bulk_copies(left: int, *, loc: Any = None, ip: Any = None) -> None:
+    """Until all but this thread's `left` latest groups are written, which it may then release to others."""
+    _asm(f"cp.async.bulk.wait_group {left};", "", None, loc=loc, ip=ip)

@@ -122,6 +122,10 @@ class TwoShot(jit.Kernel):
         begin = first + now * piece
         return begin + cute.arch.thread_idx()[0], vector.min_of(begin + piece, last)
 
+    def meet(self) -> None:
+        """Of the threads that push and add."""
+        cute.arch.sync_threads()
+
     def flag(self, flags: Any, stage: Any, now: Any, source: Any) -> Any:
         """Where a flag is in a region."""
         return flags + Int64((stage * MAX_ROUNDS + now) * self.ranks + source) * (MAX_BLOCKS * 4)
@@ -149,7 +153,7 @@ class TwoShot(jit.Kernel):
         self, peers: list[Any], flags: Int64, stage: cutlass.Constexpr, now: Int32, epoch: Uint32, rank: Int32
     ) -> None:
         """This block's writes of a round, to everyone's same block."""
-        cute.arch.sync_threads()
+        self.meet()
         for peer in range_constexpr(self.ranks):
             if (cute.arch.thread_idx()[0] == peer) & (rank != peer):
                 ptx.store_release(peers[peer] + self.flag(flags, stage, now, rank), epoch, "sys")
@@ -170,7 +174,7 @@ class TwoShot(jit.Kernel):
                     )  # fmt: skip
                     if not there:
                         passed[0] = Int32(0)
-        cute.arch.sync_threads()
+        self.meet()
 
     @cute.jit
     def add(

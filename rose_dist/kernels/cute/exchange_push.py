@@ -73,7 +73,7 @@ class RowPusher:
             self.push_tokens(x, scales, ids, weights, slots, offsets, peers, area, chunk, live, masks, half)
             cute.arch.sync_threads()
             if thread < layout.ranks:
-                self.release(peers, rank, chunk, epoch, masks, half)
+                self.release(peers, thread, rank, chunk, epoch, masks, half)
             half = layout.chunk - half
 
     def area(self, rank: Any, epoch: Any) -> Any:
@@ -144,6 +144,18 @@ class RowPusher:
         """A warp's part of a token's row to all its destinations, the chunk's number `number`; lane j knows about place
         j: its destination, −1 for none, and its word. weights: the token's.
         """
+        target = self.target(to, peers, area, chunk, number, masks, half)
+        if part == 0:
+            self.write_meta(token, to, word, weights, target)
+            if const_expr(self.layout.scale_bytes > 0):
+                self.copy_scales(scales, target)
+        self.copy_row(row, target, part)
+
+    @cute.jit
+    def target(
+        self, to: Int32, peers: Int64, area: Int64, chunk: Int32, number: Int32, masks: cute.Tensor, half: Int32
+    ) -> Int64:
+        """Where the record of the chunk's number `number` goes, for the first of the lanes with one destination."""
         layout, lane, target = self.layout, cute.arch.thread_idx()[0] % WARP, Int64(0)
         if to >= 0:
             before, region = chunk * layout.chunk, peer(peers, to)
@@ -154,11 +166,7 @@ class RowPusher:
         for j in range(layout.top_k):
             if (cute.arch.shuffle_sync(to, j) == to) & (j < lane):
                 target = Int64(0)  # an earlier place's lane has the same destination
-        if part == 0:
-            self.write_meta(token, to, word, weights, target)
-            if const_expr(layout.scale_bytes > 0):
-                self.copy_scales(scales, target)
-        self.copy_row(row, target, part)
+        return target
 
     @cute.jit
     def write_meta(self, token: Int32, to: Int32, word: Uint32, weights: Int64, target: Int64) -> None:
@@ -215,9 +223,11 @@ class RowPusher:
         return (chunk * self.layout.chunk) << 8 | count
 
     @cute.jit
-    def release(self, peers: Int64, rank: Int32, chunk: Int32, epoch: Uint32, masks: cute.Tensor, half: Int32) -> None:
-        """The chunk's run and flag, of source `rank`, for the destination that has this thread's number."""
-        layout, to = self.layout, cute.arch.thread_idx()[0]
+    def release(
+        self, peers: Int64, to: Int32, rank: Int32, chunk: Int32, epoch: Uint32, masks: cute.Tensor, half: Int32
+    ) -> None:
+        """The chunk's run and flag, of source `rank`, for destination `to`."""
+        layout = self.layout
         copy = copy_of(epoch, layout.copies) * layout.ranks + rank
         at = peer(peers, to) + layout.start("runs") + copy * layout.source_run_bytes + Int64(chunk) * 8
         if peer(peers, to) != 0:

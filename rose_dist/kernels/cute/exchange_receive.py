@@ -36,31 +36,17 @@ class RecordReceiver:
         blocks: Int32,
     ) -> None:  # fmt: skip
         """By `blocks` blocks, of which this is number `block`. Arguments: as for `ExchangeDispatch`."""
-        layout, tiling, threads = self.layout, self.tiling, self.tiling.threads
-        headers = shared_integers(layout.ranks * (HEADER_WORDS + layout.width))
-        starts, passed, mine = shared_integers(layout.width + 1), shared_integers(1), shared_integers(layout.top_k)
-        meta = shared_integers(layout.meta_packets * PACKET_WORDS)
-        stage = cute.make_tensor(
-            cute.arch.alloc_smem(Uint32, tiling.part * PACKET_WORDS, alignment=32),
-            cute.make_layout(tiling.part * PACKET_WORDS),
+        layout = self.layout
+        headers, starts, passed, meta = self.open(
+            counts, offsets, sources, own, epoch, report, limit_ns, rank, block == 0
         )
-        receive_headers(layout, own, epoch, headers, passed, limit_ns, report, rank, threads)
-        self.place_sources(headers, starts, counts, offsets, sources, block == 0)
-        alive = Boolean(passed[0] != 0)
-        cute.arch.sync_threads()
-        arrivals, packed_forms = Arrivals(layout, HEADER_WORDS + layout.width), (PACKETS, RETURNS)
-        records = arrivals.total(headers, packed_forms)
-        for item in range(block, records * tiling.splits, blocks):
-            source, row = arrivals.locate(headers, packed_forms, item // tiling.splits, rank)
-            split = item % tiling.splits
-            alive = self.take_packets(
-                own, source, row, split, epoch, alive, limit_ns, report, rank, meta, stage, passed
-            )
-            self.find_slots(source, row, split, meta, headers, starts, mine, passed, rank, tokens, slots)
-            self.store_part(stage, split, mine, packed, packed_scales)
-            cute.arch.sync_threads()
+        self.take_records(
+            headers, starts, passed, meta, packed, packed_scales, tokens, slots, own, epoch, report, limit_ns, rank,
+            block, blocks,
+        )  # fmt: skip
         if const_expr(layout.has_rows):
-            rows = RowTaker(layout, self.packed, threads)
+            arrivals = Arrivals(layout, HEADER_WORDS + layout.width)
+            rows = RowTaker(layout, self.packed, self.tiling.threads)
             for item in range(block, arrivals.turns(headers, (ROWS,)), blocks):
                 source, chunk, there = arrivals.by_turns(headers, (ROWS,), item, rank)
                 if there:
@@ -68,6 +54,45 @@ class RecordReceiver:
                         own, source, chunk, epoch, limit_ns, report, rank, headers, starts, passed, meta, packed,
                         packed_scales, tokens, slots, runs,
                     )  # fmt: skip
+
+    def open(
+        self, counts: Any, offsets: Any, sources: Any, own: Any, epoch: Any, report: Any, limit_ns: Any, rank: Any,
+        first: Any,
+    ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
+        """The sources' headers and where their rows start, in shared memory; whether they have come; and a scratch."""
+        layout, threads = self.layout, self.tiling.threads
+        headers = shared_integers(layout.ranks * (HEADER_WORDS + layout.width))
+        starts, passed = shared_integers(layout.width + 1), shared_integers(1)
+        meta = shared_integers(layout.meta_packets * PACKET_WORDS)
+        receive_headers(layout, own, epoch, headers, passed, limit_ns, report, rank, threads)
+        self.place_sources(headers, starts, counts, offsets, sources, first)
+        return headers, starts, passed, meta
+
+    @cute.jit
+    def take_records(
+        self, headers: cute.Tensor, starts: cute.Tensor, passed: cute.Tensor, meta: cute.Tensor, packed: Int64,
+        packed_scales: Int64, tokens: Int64, slots: Int64, own: Int64, epoch: Uint32, report: Int64, limit_ns: Int64,
+        rank: Int32, block: Int32, blocks: Int32,
+    ) -> None:  # fmt: skip
+        """Those that come as packets."""
+        layout, tiling = self.layout, self.tiling
+        mine = shared_integers(layout.top_k)
+        stage = cute.make_tensor(
+            cute.arch.alloc_smem(Uint32, tiling.part * PACKET_WORDS, alignment=32),
+            cute.make_layout(tiling.part * PACKET_WORDS),
+        )
+        alive = Boolean(passed[0] != 0)
+        cute.arch.sync_threads()
+        arrivals, forms = Arrivals(layout, HEADER_WORDS + layout.width), (PACKETS, RETURNS)
+        for item in range(block, arrivals.total(headers, forms) * tiling.splits, blocks):
+            source, row = arrivals.locate(headers, forms, item // tiling.splits, rank)
+            split = item % tiling.splits
+            alive = self.take_packets(
+                own, source, row, split, epoch, alive, limit_ns, report, rank, meta, stage, passed
+            )
+            self.find_slots(source, row, split, meta, headers, starts, mine, passed, rank, tokens, slots)
+            self.store_part(stage, split, mine, packed, packed_scales)
+            cute.arch.sync_threads()
 
     @cute.jit
     def place_sources(

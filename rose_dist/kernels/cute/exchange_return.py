@@ -14,11 +14,12 @@ from rose_dist.kernels import ptx, vector
 from rose_dist.kernels.cute import packets
 from rose_dist.kernels.cute.exchange_partial import PartialSums, result_words
 from rose_dist.kernels.cute.exchange_parts import Arrivals, copy_of, peer
+from rose_dist.kernels.cute.exchange_return_rows import ResultMover, SumSender
 from rose_dist.kernels.cute.expert_slots import shared_integers
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 from rose_dist.kernels.exchange_layout import ExchangeLayout
 from rose_dist.kernels.exchange_sizes import HEADER_WORDS, PACKETS, RETURNS, ROWS
-from rose_dist.kernels.exchange_tiling import PacketTiling
+from rose_dist.kernels.exchange_tiling import MoverTiling, PacketTiling, SumTiling
 from rose_dist.kernels.peer_regions import PACKET_BYTES
 from rose_dist.kernels.variants import WARP
 
@@ -38,6 +39,8 @@ class ResultSender:
     tiling: PacketTiling
     skip_own: bool = False
     """Leave out what is for this rank's own plain rows."""
+    moves: MoverTiling | SumTiling | None = None
+    """Plain rows go by bulk copies, or sums are made of what these bring, and nothing goes to this rank itself."""
 
     @property
     def sums(self) -> PartialSums:
@@ -51,9 +54,11 @@ class ResultSender:
     @cute.jit
     def push(
         self, expert_out: Int64, row_stride: Int64, sources: Int64, tokens_of: Int64, slots: Int64, runs: Int64,
-        peers: Int64, epoch: Uint32, rank: Int32, block: Int32, blocks: Int32,
+        peers: Int64, epoch: Uint32, rank: Int32, block: Int32, blocks: Int32, shared: Int32 = 0,
     ) -> None:  # fmt: skip
-        """By `blocks` blocks, of which this is number `block`. Arguments: as for `ExchangeCombine`."""
+        """By `blocks` blocks, of which this is number `block`. Arguments: as for `ExchangeCombine`; shared: of
+        `RowMover`, with `moves`.
+        """
         layout, tiling, thread = self.layout, self.tiling, cute.arch.thread_idx()[0]
         headers, chosen = shared_integers(layout.ranks * HEADER_WORDS), shared_integers(layout.top_k + 2)
         for at in range(thread, layout.ranks * HEADER_WORDS, tiling.threads):
@@ -78,13 +83,23 @@ class ResultSender:
                 if there & self.wanted(peers, source, rank):
                     record = Int64(source) * layout.max_records + row
                     self.push_record(expert_out, row_stride, tokens_of, slots, record, peer(peers, source), epoch, rank)
-        if const_expr(layout.has_rows):
+        if const_expr(self.moves is not None):
+            self.bulk_sender(tiling.threads).push(
+                shared, expert_out, row_stride, headers, tokens_of, slots, runs, peers, epoch, rank, block, blocks
+            )
+        elif const_expr(layout.has_rows):
             for item in range(block, arrivals.turns(headers, (ROWS,)), blocks):
                 source, chunk, there = arrivals.by_turns(headers, (ROWS,), item, rank)
                 if there & self.wanted(peers, source, rank):
                     self.push_chunk(
                         expert_out, row_stride, source, chunk, tokens_of, slots, runs, peer(peers, source), epoch, rank
                     )
+
+    def bulk_sender(self, threads: int) -> ResultMover | SumSender:
+        if isinstance(self.moves, SumTiling):
+            return SumSender(self.layout, self.dtype, self.moves, threads)
+        assert self.moves is not None
+        return ResultMover(self.layout, self.moves, threads)
 
     def wanted(self, peers: Any, source: Any, rank: Any) -> Any:
         """Whether plain results go to a source's region."""

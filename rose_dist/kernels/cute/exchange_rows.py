@@ -8,18 +8,22 @@ second ones, and so on. So rows are packed, and results summed, while later ones
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from rose_dist.kernels import jit, vector
 from rose_dist.kernels.cute import packets
+from rose_dist.kernels.cute.exchange_move_records import RecordMover
 from rose_dist.kernels.cute.exchange_push import RowPusher
 from rose_dist.kernels.cute.exchange_receive import RecordReceiver
 from rose_dist.kernels.cute.exchange_return import ResultSender
 from rose_dist.kernels.cute.exchange_sum import RowSummer
+from rose_dist.kernels.cute.exchange_take_moved import RecordTaker
+from rose_dist.kernels.cute.row_mover import dynamic_shared
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, const_expr, cute
 from rose_dist.kernels.exchange_layout import ExchangeLayout
-from rose_dist.kernels.exchange_tiling import PARTS, PacketTiling, record_tiling
+from rose_dist.kernels.exchange_tiling import MOST_SUMMED, PARTS, MoverTiling, PacketTiling, SumTiling, record_tiling
 from rose_dist.kernels.expert_slots import PackedLayout
 
 THREADS = 512
@@ -37,6 +41,13 @@ class DispatchRows(jit.Kernel):
     packed: PackedLayout
     vector_bytes: int
     receive: bool
+    bulk: bool = True
+    """Whether, in one launch, rows go by bulk copies, this rank's own straight to where they are packed."""
+
+    @property
+    def moves(self) -> MoverTiling | None:
+        """Of all blocks."""
+        return MoverTiling(self.layout.row_bytes) if self.bulk and self.receive else None
 
     @cute.jit
     def __call__(
@@ -54,7 +65,8 @@ class DispatchRows(jit.Kernel):
             offsets, sources, tokens_of, slots, runs, peers, own, send_state, receive_state, report, limit_ns, rank,
             tokens, pushers,
         ).launch(
-            grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1
+            grid=[blocks, 1, 1], block=[THREADS, 1, 1], smem=self.moves.shared_bytes if self.moves else 0,
+            stream=stream, use_pdl=True, min_blocks_per_mp=1,
         )  # fmt: skip
 
     @cute.kernel
@@ -65,8 +77,10 @@ class DispatchRows(jit.Kernel):
         receive_state: Int64, report: Int64, limit_ns: Int64, rank: Int32, tokens: Int32, pushers: Int32,
     ) -> None:  # fmt: skip
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        # Rows that go by bulk copies leave before the numbering ends; see `RecordMover`.
+        if const_expr(self.moves is None) or block >= pushers:
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         if block < pushers:
             self.push(
                 x, scales, ids, weights, live_rows, numbers, pair_counts, pair_offsets, sent, peers, send_state, rank,
@@ -74,8 +88,8 @@ class DispatchRows(jit.Kernel):
             )  # fmt: skip
         elif const_expr(self.receive):
             self.take(
-                packed, packed_scales, counts, offsets, sources, tokens_of, slots, runs, own, receive_state, report,
-                limit_ns, rank, block - pushers, blocks - pushers,
+                x, scales, ids, weights, numbers, pair_offsets, packed, packed_scales, counts, offsets, sources,
+                tokens_of, slots, runs, own, receive_state, report, limit_ns, rank, block - pushers, blocks - pushers,
             )  # fmt: skip
 
     @cute.jit
@@ -85,22 +99,40 @@ class DispatchRows(jit.Kernel):
         blocks: Int32,
     ) -> None:  # fmt: skip
         live, epoch = vector.live_rows(live_rows, tokens), packets.current_epoch(send_state)
-        RowPusher(self.layout, THREADS).push(
+        pusher: Any = RowPusher(self.layout, THREADS)
+        if const_expr(self.moves is not None):
+            pusher = RecordMover(self.layout, self.moves, THREADS)
+        pusher.push(
             x, scales, ids, weights, numbers, pair_counts, pair_offsets, sent, peers, live, epoch, rank, block, blocks
         )
         packets.finish_epoch(send_state, block == 0, blocks, Boolean(True))
 
     @cute.jit
     def take(
-        self, packed: Int64, packed_scales: Int64, counts: Int64, offsets: Int64, sources: Int64, tokens_of: Int64,
-        slots: Int64, runs: Int64, own: Int64, receive_state: Int64, report: Int64, limit_ns: Int64, rank: Int32,
-        block: Int32, blocks: Int32,
+        self, x: Int64, scales: Int64, ids: Int64, weights: Int64, numbers: Int64, pair_offsets: Int64, packed: Int64,
+        packed_scales: Int64, counts: Int64, offsets: Int64, sources: Int64, tokens_of: Int64, slots: Int64,
+        runs: Int64, own: Int64, receive_state: Int64, report: Int64, limit_ns: Int64, rank: Int32, block: Int32,
+        blocks: Int32,
     ) -> None:  # fmt: skip
-        tiling = record_tiling(self.layout, PARTS.variants[-1], THREADS)
-        RecordReceiver(self.layout, self.packed, tiling, self.vector_bytes).take(
-            packed, packed_scales, counts, offsets, sources, tokens_of, slots, runs, own,
-            packets.current_epoch(receive_state), report, limit_ns, rank, block, blocks,
-        )  # fmt: skip
+        epoch, tiling = packets.current_epoch(receive_state), record_tiling(self.layout, PARTS.variants[-1], THREADS)
+        receiver = RecordReceiver(self.layout, self.packed, tiling, self.vector_bytes)
+        if const_expr(self.moves is None):
+            receiver.take(
+                packed, packed_scales, counts, offsets, sources, tokens_of, slots, runs, own, epoch, report, limit_ns,
+                rank, block, blocks,
+            )  # fmt: skip
+        else:
+            headers, starts, passed, meta = receiver.open(
+                counts, offsets, sources, own, epoch, report, limit_ns, rank, block == 0
+            )
+            receiver.take_records(
+                headers, starts, passed, meta, packed, packed_scales, tokens_of, slots, own, epoch, report, limit_ns,
+                rank, block, blocks,
+            )  # fmt: skip
+            RecordTaker(self.layout, self.packed, self.moves).take(
+                x, scales, ids, weights, numbers, pair_offsets, headers, starts, passed, packed, packed_scales,
+                tokens_of, slots, runs, own, epoch, report, limit_ns, rank, block, blocks,
+            )  # fmt: skip
         packets.finish_epoch(receive_state, block == 0, blocks, Boolean(True))
 
 
@@ -119,6 +151,19 @@ class CombineRows(jit.Kernel):
     accumulate: bool
     by_token: bool
     send: bool
+    bulk: bool = True
+    """Whether single results are sent by bulk copies, and sums are made of what these bring."""
+
+    @property
+    def moves(self) -> MoverTiling | SumTiling | None:
+        """Of the blocks that send and, if sums are sent, of all."""
+        layout = self.layout
+        if not (self.bulk and self.send and layout.has_rows):
+            return None
+        if not layout.partial_sums:
+            return MoverTiling(layout.result_bytes)
+        served = layout.top_k <= MOST_SUMMED and not self.by_token
+        return SumTiling(layout.result_bytes, layout.top_k) if served else None
 
     @cute.jit
     def __call__(
@@ -132,7 +177,8 @@ class CombineRows(jit.Kernel):
             expert_out, row_stride, sources, tokens_of, slots, runs, ids, weights, live_rows, out, peers, own,
             send_state, receive_state, report, limit_ns, rank, tokens, pushers,
         ).launch(
-            grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1
+            grid=[blocks, 1, 1], block=[THREADS, 1, 1], smem=self.moves.shared_bytes if self.moves else 0,
+            stream=stream, use_pdl=True, min_blocks_per_mp=1,
         )  # fmt: skip
 
     @cute.kernel
@@ -161,9 +207,12 @@ class CombineRows(jit.Kernel):
         peers: Int64, send_state: Int64, rank: Int32, block: Int32, blocks: Int32,
     ) -> None:  # fmt: skip
         tiling = PacketTiling(self.layout.result_packets, PARTS.variants[-1], least=THREADS)
-        ResultSender(self.layout, self.dtype, tiling, skip_own=True).push(
+        shared = Int32(0)
+        if const_expr(self.moves is not None):
+            shared = dynamic_shared()
+        ResultSender(self.layout, self.dtype, tiling, skip_own=True, moves=self.moves).push(
             expert_out, row_stride, sources, tokens_of, slots, runs, peers, packets.current_epoch(send_state), rank,
-            block, blocks,
+            block, blocks, shared,
         )  # fmt: skip
         packets.finish_epoch(send_state, block == 0, blocks, Boolean(True))
 
@@ -174,7 +223,10 @@ class CombineRows(jit.Kernel):
         block: Int32, blocks: Int32,
     ) -> None:  # fmt: skip
         live, epoch = vector.live_rows(live_rows, tokens), packets.current_epoch(receive_state)
-        RowSummer(self.layout, self.dtype, self.out_dtype, self.accumulate, self.by_token, self.send, THREADS).take(
+        moves = self.moves if isinstance(self.moves, SumTiling) else None
+        RowSummer(
+            self.layout, self.dtype, self.out_dtype, self.accumulate, self.by_token, self.send, THREADS, moves
+        ).take(
             expert_out, row_stride, slots, ids, weights, live, out, own, epoch, report, limit_ns, rank, block, blocks
         )
         packets.finish_epoch(receive_state, block == 0, blocks, Boolean(True))

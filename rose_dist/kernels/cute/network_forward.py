@@ -106,7 +106,7 @@ class RowForwarder:
             )  # fmt: skip
         cute.arch.sync_threads()
         if thread < self.layout.members:
-            pusher.release(members, source, chunk, epoch, masks, Int32(0))
+            pusher.release(members, thread, source, chunk, epoch, masks, Int32(0))
 
     @cute.jit
     def find_members(self, start: Int64, records: Int32, first: Int32, masks: cute.Tensor) -> None:
