@@ -35,12 +35,11 @@ class Products:
 
     @cute.jit
     def multiply(
-        self, stage: Uint32, blank: Uint32, queries: cute.Tensor, acc: cute.Tensor, largest: cute.Tensor,
-        weights: cute.Tensor, tile: Int32, low: Int32, high: Int32, scale: Float32,
+        self, stage: Uint32, queries: cute.Tensor, acc: cute.Tensor, largest: cute.Tensor, weights: cute.Tensor,
+        tile: Int32, low: Int32, high: Int32, scale: Float32,
     ) -> None:  # fmt: skip
         """One tile: scores, weights, and the weighted sum of values. Keys are the rows of the scores and dimensions
-        those of the sums, query heads the columns of both, eight at a time. blank: where there are zeros, for values
-        that are not seen.
+        those of the sums, query heads the columns of both, eight at a time.
         """
         g = cute.arch.thread_idx()[0] % WARP // 4
         shown = [seen(tile * TILE + key_token(g, n), low, high) for n in range(2)]
@@ -63,7 +62,7 @@ class Products:
                 largest[at] = top
                 factors.append(factor)
         shares = [[warp_matrix.transpose(self.tiles.pair(c[2 * n], c[2 * n + 1])) for n in range(2)] for c in scores]
-        places = self.tiles.value_places(stage, blank, tile, low, high)
+        places = self.tiles.value_places(stage)
         for head in range_constexpr(self.tiles.heads):
             self.add_values(places, head, shares, factors, acc)
 

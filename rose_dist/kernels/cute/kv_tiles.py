@@ -118,8 +118,8 @@ class Tiles:
         """From there on."""
         return 2 * head * self.head_bytes + piece * (WARP * 16)
 
-    def value_places(self, stage: Any, blank: Any, tile: Any, low: Any, high: Any) -> list[Any]:
-        """Where this lane's pieces of its four values begin. blank: where there are zeros."""
+    def value_places(self, stage: Any) -> list[Any]:
+        """Where this lane's pieces of its four values begin."""
         lane, size = cute.arch.thread_idx()[0] % WARP, self.value_bytes
         return [stage + Uint32(t * self.value_pieces * (WARP * size)) + Uint32(lane * size) for t in range(4)]
 

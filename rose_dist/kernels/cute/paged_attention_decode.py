@@ -272,9 +272,7 @@ class DecodeAttention(jit.Kernel):
             warp_matrix.await_copies(self.distance - 1)
             self.copy_if(Boolean(True), free, paged, head, block, ahead, low, part.length, end)
             block = block_of(table, ahead + WARPS, end, self.block_tiles)
-            self.products.multiply(
-                full, full, queries, acc, largest, weights, tile + i * WARPS, low, part.length, scale
-            )
+            self.products.multiply(full, queries, acc, largest, weights, tile + i * WARPS, low, part.length, scale)
             full, free = self.next_stage(ring, full), self.next_stage(ring, free)
         # Other lanes have read what this one is about to overwrite.
         cute.arch.sync_warp()

@@ -7,14 +7,14 @@ from functools import cache
 
 import torch
 
-from rose_dist.kernels import jit, vector, warp_matrix
+from rose_dist.kernels import jit, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute.attention_products import Products
 from rose_dist.kernels.cute.attention_results import NOTHING, WARPS, Results
 from rose_dist.kernels.cute.kv_blocks import Paged
 from rose_dist.kernels.cute.mxfp4_operands import barrier, wait
 from rose_dist.kernels.cute.split_items import Batch, Part, after, is_whole, run_of_block
-from rose_dist.kernels.cute.whole_token_feeder import TokenFeeder, bounds
+from rose_dist.kernels.cute.whole_token_feeder import FEEDERS, TokenFeeder, bounds
 from rose_dist.kernels.cute.whole_token_tiles import WholeTokenTiles
 from rose_dist.kernels.dsl import (
     Float32,
@@ -34,12 +34,10 @@ ROWS = 8
 WARP_HEADS = 2
 """Key heads a warp."""
 MOST_STAGES = 16
-FEEDERS = 4
-"""Warps beside those that compute, so that they are a group whose registers the others can have; one of them feeds."""
 FEEDER_REGISTERS = 32
 SM_REGISTERS, MOST_REGISTERS = 64 << 10, 232
 SHARED_BYTES, SPARE_BYTES = 227 << 10, 1 << 10
-"""Shared memory that a block may have on Hopper and Blackwell, and what is left for barriers, zeros and alignment."""
+"""Shared memory that a block may have on Hopper and Blackwell, and what is left for barriers and alignment."""
 
 
 @cache
@@ -138,7 +136,6 @@ class WholeTokenAttention(jit.Kernel):
         ring = Uint32(cute.arch.alloc_smem(Uint32, self.stages * self.tiles.bytes // 4, alignment=128).toint())
         sums = Uint32(cute.arch.alloc_smem(Uint32, WARPS * results.bytes // 4, alignment=128).toint())
         merged = Uint32(cute.arch.alloc_smem(Uint32, results.threads * results.kept_words, alignment=16).toint())
-        blank = Uint32(cute.arch.alloc_smem(Uint32, self.tiles.blank_bytes // 4, alignment=16).toint())
         barriers = Int32(cute.arch.alloc_smem(Int64, 2 * self.stages, alignment=8).toint())
         scalars = results.allocate_scalars()
         arrived = cute.make_tensor(cute.arch.alloc_smem(Uint32, 1), cute.make_layout(1))
@@ -147,8 +144,6 @@ class WholeTokenAttention(jit.Kernel):
             # It is full, and it is free once the warps of all pairs of heads have read it.
             arrivals = vector.select(thread < self.stages, Int32(1), Int32(self.pairs))
             cute.arch.mbarrier_init(barrier(barriers, thread), arrivals)
-        if thread < self.tiles.blank_bytes // 16:
-            warp_matrix.store_shared_16b(blank + Uint32(thread * 16), [Float32(0.0)] * 4)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if const_expr(not self.early):
@@ -160,18 +155,17 @@ class WholeTokenAttention(jit.Kernel):
         warp = cute.arch.make_warp_uniform(thread // WARP)
         if warp >= self.warps:
             cute.arch.setmaxregister_decrease(FEEDER_REGISTERS)
-            if warp == self.warps:
-                self.feeder.run(barriers, ring, paged, batch, part, line_end)
+            self.feeder.run(barriers, ring, paged, batch, part, line_end, warp - self.warps)
         else:
             cute.arch.setmaxregister_increase(self.registers)
             self.compute(
-                barriers, ring, sums, merged, blank, scalars, arrived, q, q_stride, sinks, out, partials, counters,
+                barriers, ring, sums, merged, scalars, arrived, q, q_stride, sinks, out, partials, counters,
                 batch, part, line_end, warp, group, scale, value_scale,
             )  # fmt: skip
 
     @cute.jit
     def compute(
-        self, barriers: Int32, ring: Uint32, sums: Uint32, merged: Uint32, blank: Uint32, scalars: cute.Tensor,
+        self, barriers: Int32, ring: Uint32, sums: Uint32, merged: Uint32, scalars: cute.Tensor,
         arrived: cute.Tensor, q: Int64, q_stride: Int64, sinks: Int64, out: Int64, partials: Int64, counters: Int64,
         batch: Batch, part: Part, line_end: Int32, warp: Int32, group: Int32, scale: Float32, value_scale: Float32,
     ) -> None:  # fmt: skip
@@ -188,10 +182,10 @@ class WholeTokenAttention(jit.Kernel):
         own = [sums + Uint32(share * results.bytes) for share in range(WARPS)]
         while row >= 0:
             current = Part(row, length, split, place, begin, end)
-            following = after(batch, current, line_end)
             first = Int64(row) * q_stride + Int64(head) * (group * self.head_dim)
             self.products.load_queries(q + first * self.dtype.itemsize, group, queries)
-            self.attend(barriers, ring, sums, blank, scalars, batch, current, number, warp, queries, scale)
+            self.attend(barriers, ring, sums, scalars, batch, current, number, warp, queries, scale)
+            following = after(batch, current, line_end)
             low, high = bounds(batch, current)
             number += vector.max_of(high - low, Int32(0))
             changes = following.request != row
@@ -207,7 +201,7 @@ class WholeTokenAttention(jit.Kernel):
 
     @cute.jit
     def attend(
-        self, barriers: Int32, ring: Uint32, sums: Uint32, blank: Uint32, scalars: cute.Tensor, batch: Batch,
+        self, barriers: Int32, ring: Uint32, sums: Uint32, scalars: cute.Tensor, batch: Batch,
         part: Part, number: Int32, warp: Int32, queries: cute.Tensor, scale: Float32,
     ) -> None:  # fmt: skip
         """This warp's share of a part, whose first tile is number `number` of the block's; into `sums`."""
@@ -222,8 +216,9 @@ class WholeTokenAttention(jit.Kernel):
         for tile in cutlass.range(start + share, end, WARPS, unroll=1):
             stage, parity = self.feeder.place(number + (tile - start))
             wait(barrier(barriers, stage), parity)
-            at = ring + Uint32(stage * self.tiles.bytes + pair * self.tiles.blank_bytes)
-            self.products.multiply(at, blank, queries, acc, largest, weights, tile, low, part.length, scale)
+            at = ring + Uint32(stage * self.tiles.bytes + pair * self.tiles.value_offset(WARP_HEADS, 0))
+            self.tiles.clear_unseen(at, tile, low, part.length)
+            self.products.multiply(at, queries, acc, largest, weights, tile, low, part.length, scale)
             cute.arch.sync_warp()
             if cute.arch.thread_idx()[0] % WARP == 0:
                 cute.arch.mbarrier_arrive(barrier(barriers, stage + self.stages))
