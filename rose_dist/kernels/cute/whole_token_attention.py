@@ -151,27 +151,27 @@ class WholeTokenAttention(jit.Kernel):
             cute.arch.griddepcontrol_launch_dependents()
         paged = Paged(keys, values, slot_stride, head_stride, tables, table_stride, first_blocks)
         batch = Batch(lengths, requests, vector.live_rows(live_rows, requests), window, most_splits, groups)
-        part, line_end = run_of_block(batch)
         warp = cute.arch.make_warp_uniform(thread // WARP)
         if warp >= self.warps:
             cute.arch.setmaxregister_decrease(FEEDER_REGISTERS)
-            self.feeder.run(barriers, ring, paged, batch, part, line_end, warp - self.warps)
+            self.feeder.run(barriers, ring, paged, batch, warp - self.warps)
         else:
             cute.arch.setmaxregister_increase(self.registers)
             self.compute(
                 barriers, ring, sums, merged, scalars, arrived, q, q_stride, sinks, out, partials, counters,
-                batch, part, line_end, warp, group, scale, value_scale,
+                batch, warp, group, scale, value_scale,
             )  # fmt: skip
 
     @cute.jit
     def compute(
         self, barriers: Int32, ring: Uint32, sums: Uint32, merged: Uint32, scalars: cute.Tensor,
         arrived: cute.Tensor, q: Int64, q_stride: Int64, sinks: Int64, out: Int64, partials: Int64, counters: Int64,
-        batch: Batch, part: Part, line_end: Int32, warp: Int32, group: Int32, scale: Float32, value_scale: Float32,
+        batch: Batch, warp: Int32, group: Int32, scale: Float32, value_scale: Float32,
     ) -> None:  # fmt: skip
         """All of the block's parts, by all warps but the feeder."""
         results, head = self.results, warp // WARPS * WARP_HEADS
         queries = cute.make_rmem_tensor(WARP_HEADS * (self.head_dim // 8), Uint32)
+        part, line_end = run_of_block(batch)
         sink = results.sink(sinks, Int32(0), group)
         if const_expr(self.early):
             cute.arch.griddepcontrol_wait()
