@@ -1,4 +1,4 @@
-"""Decode attention whose blocks take whole tokens, all key heads; what it computes: `rose_dist.kernels.paged_attention`."""
+"""Decode attention in blocks of whole tokens, all key heads; what it computes: `rose_dist.kernels.paged_attention`."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ class WholeTokenAttention(jit.Kernel):
             sinks, out, partials, counters, requests, groups, group, window, most_splits, scale,
             value_scale,
         ).launch(
-            grid=[vector.min_of(requests * most_splits, sms), 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1, preferred_smem_carveout=100,
+            grid=[vector.min_of(requests * most_splits, sms), 1, 1], block=[self.threads, 1, 1], stream=stream,
+            use_pdl=True, min_blocks_per_mp=1, preferred_smem_carveout=100,
         )  # fmt: skip
 
     @cute.kernel

@@ -15,14 +15,13 @@ from rose_dist.kernels.dsl import Int32, Int64, Uint32, const_expr, cute, cutlas
 from rose_dist.kernels.paged_attention import UNLIMITED
 from rose_dist.kernels.variants import WARP
 
-
 FEEDERS = 4
 """Warps: one starts copies at a quarter of the rate at which FP8 tiles could come, with looking up and waiting."""
 
 
 @dataclass(frozen=True)
 class TokenFeeder:
-    """Tiles follow one another through a ring, across the borders of parts. Every fourth of a part is for the same warp,
+    """Tiles follow one another through a ring, across the borders of parts. Every fourth of a part is for one warp,
     whose lanes look up 32 tiles' blocks at once: the ring is full meanwhile.
     """
 
