@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from benchmarks.kernel_variants import holding
-from rose_dist.kernels import attention_tiling, paged_prefill
-from rose_dist.kernels.cute import paged_attention_decode, paged_attention_prefill
+from rose_dist.kernels import attention_tiling, paged_attention, paged_prefill, ptx
+from rose_dist.kernels.cute import paged_attention_decode, paged_attention_prefill, whole_token_attention
 from rose_dist.kernels.cute.attention_products import Products
+from rose_dist.kernels.cute.whole_token_tiles import WholeTokenTiles
 from rose_dist.kernels.dsl import Float32
 from rose_dist.kernels.prefill_tiling import PrefillTiling
 from rose_dist.kernels.variants import Ranges
@@ -36,6 +37,27 @@ class CopiesAlone(paged_attention_decode.DecodeAttention):
     @property
     def products(self) -> Products:
         return NoProducts(self.tiles, self.rows)
+
+
+class WholeTokenCopiesAlone(whole_token_attention.WholeTokenAttention):
+    """As `CopiesAlone`."""
+
+    @property
+    def products(self) -> Products:
+        return NoProducts(self.tiles, whole_token_attention.ROWS)
+
+
+class LeavingTiles(WholeTokenTiles):
+    def start(self, *arguments: Any) -> None:
+        ptx.stream_to_shared(*arguments)
+
+
+class LeavingFirst(whole_token_attention.WholeTokenAttention):
+    """Keys and values are the first to leave L2, so that something else may stay."""
+
+    @property
+    def tiles(self) -> WholeTokenTiles:
+        return LeavingTiles(self.head_dim, whole_token_attention.WARP_HEADS, self.cache_dtype, self.heads)
 
 
 class PrefillProductsAlone(paged_attention_prefill.PrefillAttention):
@@ -74,18 +96,54 @@ PREFILL_VARIANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 def of(itemsize: int) -> dict[str, Variant]:
     """By column of the table. itemsize: of the cache."""
     sizes = (64, 128, 256) if itemsize == 1 else (128, 256)
-    return {f"us {size} B rows": partial(_with_rows_of, size) for size in sizes} | {
+    return {
+        "us whole tokens": _whole_tokens,
+        "us whole tokens, copies alone": _whole_token_copies_alone,
+        "us whole tokens, first to leave L2": _leaving_first,
+        **{f"us {size} B rows": partial(_with_rows_of, size) for size in sizes},
         "us copies alone": _copies_alone,
         "us blocks in order": _blocks_in_order,
     }
 
 
-def _with_rows_of(size: int, _: Any) -> AbstractContextManager[None]:
-    return holding(attention_tiling, "ROW_BYTES", dict.fromkeys((1, 2), Ranges((0,), (size,))))
+@contextmanager
+def _whole_tokens(_: Any) -> Iterator[None]:
+    """Of as few requests as there are, and of short windows too."""
+    with holding(attention_tiling, "WHOLE_TOKENS", 0), holding(paged_attention, "is_brief", lambda *_: False):
+        yield
 
 
-def _copies_alone(_: Any) -> AbstractContextManager[None]:
-    return holding(paged_attention_decode, "DecodeAttention", CopiesAlone)
+@contextmanager
+def _whole_token_copies_alone(case: Any) -> Iterator[None]:
+    with _whole_tokens(case), holding(whole_token_attention, "WholeTokenAttention", WholeTokenCopiesAlone):
+        yield
+
+
+@contextmanager
+def _leaving_first(case: Any) -> Iterator[None]:
+    with _whole_tokens(case), holding(whole_token_attention, "WholeTokenAttention", LeavingFirst):
+        yield
+
+
+@contextmanager
+def _by_heads(_: Any) -> Iterator[None]:
+    with holding(attention_tiling, "WHOLE_TOKENS", 1 << 30):
+        yield
+
+
+@contextmanager
+def _with_rows_of(size: int, case: Any) -> Iterator[None]:
+    with (
+        _by_heads(case),
+        holding(attention_tiling, "ROW_BYTES", dict.fromkeys((1, 2), Ranges((0,), (size,)))),
+    ):
+        yield
+
+
+@contextmanager
+def _copies_alone(case: Any) -> Iterator[None]:
+    with _by_heads(case), holding(paged_attention_decode, "DecodeAttention", CopiesAlone):
+        yield
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rose_dist.kernels import checks, launch
-from rose_dist.kernels.attention_tiling import TILE, heads_together, is_brief, most_splits
+from rose_dist.kernels.attention_tiling import TILE, heads_together, is_brief, most_splits, takes_whole_tokens
 
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 16
@@ -106,26 +106,40 @@ def decode(
             device=q.device,
         )  # fmt: skip
     _check_workspace(workspace, q, key_heads)
-    from rose_dist.kernels.cute import paged_attention_decode as cute  # noqa: PLC0415 - it loads the compiler
-
-    group = query_heads // key_heads
-    device = launch.device(q)
-    heads = heads_together(requests, key_heads, head_dim, keys.element_size(), wide_group=group > 8)
-    if keys.stride(1) != head_dim or is_brief(requests * key_heads, window, device.sms):
-        heads = 1
-    launcher = cute.launcher(
-        device.arch, q.dtype, keys.dtype, head_dim, heads, group > 8, block_size // TILE, early
-    )  # fmt: skip
+    launcher, heads = _launcher(q, keys, block_size, window, early)
     splits = workspace.partials.shape[2]
     if window is not None:
         splits = min(splits, most_splits(window + TILE, key_heads, head_dim))
     launch.run(
         launcher, q, q, q.stride(0), keys, values, keys.stride(0), keys.stride(1), tables, tables.stride(0), first,
-        lengths, rows, sinks, out, workspace.partials, workspace.counters, requests, key_heads // heads, group,
-        UNLIMITED if window is None else window, splits, scale * key_scale * LOG2_E,
-        value_scale, device.sms,
+        lengths, rows, sinks, out, workspace.partials, workspace.counters, requests, key_heads // heads,
+        query_heads // key_heads, UNLIMITED if window is None else window, splits, scale * key_scale * LOG2_E,
+        value_scale, launch.device(q).sms,
     )  # fmt: skip
     return out
+
+
+def _launcher(
+    q: Tensor, keys: Tensor, block_size: int, window: int | None, early: bool
+) -> tuple[launch.Launcher, int]:  # fmt: skip
+    """The kernel for these shapes, and how many key heads one of its blocks takes."""
+    from rose_dist.kernels.cute import paged_attention_decode, whole_token_attention  # noqa: PLC0415 - the compiler
+
+    requests, query_heads, head_dim = q.shape
+    key_heads, device = keys.shape[1], launch.device(q)
+    wide = query_heads // key_heads > 8
+    tiles = block_size // TILE
+    brief = is_brief(requests * key_heads, window, device.sms)
+    side_by_side = keys.stride(1) == head_dim
+    dense = side_by_side and keys.stride(0) == key_heads * head_dim
+    if dense and not brief and takes_whole_tokens(requests, key_heads, head_dim, wide_group=wide):
+        shape = (device.arch, q.dtype, keys.dtype, head_dim, key_heads, tiles, early)
+        return whole_token_attention.launcher(*shape), key_heads
+    heads = 1
+    if side_by_side and not brief:
+        heads = heads_together(requests, key_heads, head_dim, keys.element_size(), wide_group=wide)
+    shape = (device.arch, q.dtype, keys.dtype, head_dim, heads, wide, tiles, early)
+    return paged_attention_decode.launcher(*shape), heads
 
 
 def _reference(

@@ -39,6 +39,7 @@ from rose_dist.kernels.cute.resident_weights import ResidentWeights
 from rose_dist.kernels.cute.route_rows import RouteRows
 from rose_dist.kernels.cute.row_groups import GatherGroups, GroupRows, RowCells
 from rose_dist.kernels.cute.small_linear import COLUMNS, SmallLinear
+from rose_dist.kernels.cute.whole_token_attention import WholeTokenAttention
 from rose_dist.kernels.draw import RowSplit
 from rose_dist.kernels.e4m3_tiling import E4M3_SHAPES
 from rose_dist.kernels.exchange_layout import ExchangeLayout
@@ -153,6 +154,10 @@ def _attention(arch: Arch) -> Iterator[Kernel]:
                     heads = heads_together(requests, 8, head_dim, cache.itemsize, wide_group=wide)
                     yield DecodeAttention(arch, dtype, cache, head_dim, heads, wide, block_tiles=1, early=True)
     yield DecodeAttention(arch, dtype, dtype, 64, heads=2, wide_group=False, block_tiles=1, early=False)
+    for cache in (torch.bfloat16, torch.float8_e4m3fn):
+        for head_dim, heads in ((64, 8), (64, 4), (64, 2), (128, 4)):
+            yield WholeTokenAttention(arch, dtype, cache, head_dim, heads, block_tiles=1, early=True)
+    yield WholeTokenAttention(arch, dtype, dtype, 64, heads=8, block_tiles=1, early=False)
 
 
 def _prefill_attention(arch: Arch) -> Iterator[Kernel]:

@@ -183,5 +183,12 @@ def store_shared_16b(address: Any, values: Any, *, loc: Any = None, ip: Any = No
     _asm(text, "r,f,f,f,f", None, Uint32(address), *(Float32(value) for value in values), loc=loc, ip=ip)
 
 
+@dsl_user_op
+def store_shared_8b(address: Any, values: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Two fp32 into shared memory."""
+    text = "st.shared.v2.f32 [$0], {$1, $2};"
+    _asm(text, "r,f,f", None, Uint32(address), *(Float32(value) for value in values), loc=loc, ip=ip)
+
+
 def _words(struct: Any, count: int, loc: Any, ip: Any) -> list[Any]:
     return [Uint32(llvm.extractvalue(T.i32(), struct, [i], loc=loc, ip=ip)) for i in range(count)]

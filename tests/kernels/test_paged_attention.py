@@ -9,13 +9,26 @@ from typing import Any
 import pytest
 import torch
 
-from rose_dist.kernels import attention_tiling
+from rose_dist.kernels import attention_tiling, paged_attention
 from rose_dist.kernels.arch import DeviceInfo
 from rose_dist.kernels.paged_attention import DecodeWorkspace, decode
 from rose_dist.kernels.qk_norm import PagedCache, qk_norm_rope_cache
 from rose_dist.kernels.variants import Ranges
 from tests.kernels.conftest import emulated
 from tests.kernels.paged_cache import BLOCK, NAN, Cache, assert_close, attend, check, exact
+
+
+@pytest.fixture(params=[False, True], ids=["by heads", "whole tokens"])
+def whole(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether blocks take whole tokens, as for many requests, where the number of key heads is even."""
+    if request.param:
+        take_whole_tokens(monkeypatch)
+    return bool(request.param)
+
+
+def take_whole_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_tiling, "WHOLE_TOKENS", 0)
+    monkeypatch.setattr(paged_attention, "is_brief", lambda *_: False)
 
 
 @pytest.mark.parametrize("heads", [(8, 1, 64), (4, 1, 64), (2, 2, 64), (16, 1, 128)], ids=str)
@@ -29,6 +42,7 @@ def test_windows(gpu: Any, heads: tuple[int, int, int]) -> None:
     check(gpu, [70, 33, 9, 1], heads, window=20)
 
 
+@pytest.mark.usefixtures("whole")
 def test_merges_splits(gpu: Any) -> None:
     """17 and 33 tiles are 2 and 4 parts; the last of their blocks merges. The same counters serve the next call."""
     cache = Cache.filled([270, 15, 520], 2, 64)
@@ -44,6 +58,7 @@ def test_merges_splits(gpu: Any) -> None:
     assert torch.equal(attend(gpu, q, cache, sinks=sinks, workspace=workspace), first)
 
 
+@pytest.mark.usefixtures("whole")
 def test_any_number_of_blocks_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block merges a request's parts as it goes if it has them all; else the last block does, from memory."""
     gpu = emulated(monkeypatch, "sm_90a")
@@ -72,6 +87,31 @@ def test_any_bytes_of_a_token_a_block_give_the_same_bits(
     assert torch.equal(found[1], found[2])
 
 
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("heads", [(4, 2, 64), (64, 8, 64), (8, 4, 128)], ids=str)
+def test_whole_tokens_have_the_same_bits(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int, int], dtype: torch.dtype, window: int | None
+) -> None:
+    query_heads, key_heads, head_dim = heads
+    cache = Cache.filled([270, 0, 1, 33], key_heads, head_dim, window=window, dtype=dtype)
+    q, sinks = torch.randn(4, query_heads, head_dim).bfloat16(), torch.randn(query_heads)
+    options = {"sinks": sinks, "key_scale": 2.0, "value_scale": 0.5, "scale": 0.1}
+    by_heads = attend(gpu, q, cache, **options)
+    take_whole_tokens(monkeypatch)
+    assert torch.equal(attend(gpu, q, cache, **options), by_heads)
+    for row in range(4):
+        wanted = exact(q, cache, row, 0.2, sinks) * 0.5
+        assert (by_heads[row].double() - wanted).abs().max() <= 2**-7 * wanted.abs().max()
+
+
+def test_more_tiles_than_a_warp_looks_up_at_once(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of 130 tiles: a feeding warp looks up 128."""
+    monkeypatch.setattr(attention_tiling, "MOST_SPLITS", 1)
+    take_whole_tokens(monkeypatch)
+    check(gpu, [130 * 16 - 3], (2, 2, 64), context=1 << 12)
+
+
 def test_few_requests_with_a_window_have_the_same_bits(gpu: Any) -> None:
     """Two heads a block or one."""
     many = 150 if gpu.real else 9
@@ -98,6 +138,7 @@ def test_heads_that_lie_apart(gpu: Any) -> None:
         assert_close(gpu.plain(out)[row], exact(q, cache, row, 0.2, None))
 
 
+@pytest.mark.usefixtures("whole")
 @pytest.mark.parametrize("window", [None, 40])
 def test_fetches_older_keys_while_the_last_ones_are_written(gpu: Any, window: int | None) -> None:
     """The launch before rotates queries in place and writes each request's last key and value, as in a decode step."""
@@ -145,6 +186,7 @@ def test_alone_and_in_a_batch_the_bits_are_the_same(gpu: Any) -> None:
         assert_close(together[row], exact(q, cache, row, 0.2, None))
 
 
+@pytest.mark.usefixtures("whole")
 def test_dead_rows_are_zero_and_not_looked_up(gpu: Any) -> None:
     cache = Cache.filled([40, 20, 40, 40], 2, 64)
     cache.tables[2:] = 1 << 28
@@ -157,6 +199,7 @@ def test_dead_rows_are_zero_and_not_looked_up(gpu: Any) -> None:
     assert not attend(gpu, q, cache, rows=0, context=1024).any()
 
 
+@pytest.mark.usefixtures("whole")
 def test_queries_in_a_fused_projection_and_larger_blocks(gpu: Any) -> None:
     cache = Cache.filled([90, 64], 2, 64, window=40, block_size=48)
     fused = gpu.tensor(torch.randn(2, 8 + 4, 64).bfloat16())

@@ -9,7 +9,7 @@ from typing import Any
 from rose_dist.kernels import vector, warp_matrix
 from rose_dist.kernels.attention_tiling import TILE
 from rose_dist.kernels.cute.attention_results import exp2
-from rose_dist.kernels.cute.kv_tiles import Tiles, seen
+from rose_dist.kernels.cute.kv_tiles import Tiles, key_token, seen
 from rose_dist.kernels.dsl import Float32, Int32, Int64, Uint32, cute, range_constexpr
 from rose_dist.kernels.variants import WARP
 
@@ -41,10 +41,11 @@ class Products:
         """One tile: scores, weights, and the weighted sum of values. Keys are the rows of the scores and dimensions
         those of the sums, query heads the columns of both, eight at a time.
         """
-        first = tile * TILE + cute.arch.thread_idx()[0] % WARP // 4
-        shown = [seen(first + 8 * n, low, high) for n in range(2)]
+        g = cute.arch.thread_idx()[0] % WARP // 4
+        shown = [seen(tile * TILE + key_token(g, n), low, high) for n in range(2)]
+        places = self.tiles.key_places(stage)
         # Octets of query heads one beside the other, as each is a chain of operations that wait for one another.
-        scores = [c for head in range(self.tiles.heads) for c in self.scores(stage, head, queries)]
+        scores = [c for head in range(self.tiles.heads) for c in self.scores(places, head, queries)]
         factors = []
         for octet, c in enumerate(scores):
             # Keys g and g + 8 of column 2j + k.
@@ -61,13 +62,14 @@ class Products:
                 largest[at] = top
                 factors.append(factor)
         shares = [[warp_matrix.transpose(self.tiles.pair(c[2 * n], c[2 * n + 1])) for n in range(2)] for c in scores]
+        places = self.tiles.value_places(stage)
         for head in range_constexpr(self.tiles.heads):
-            self.add_values(stage, head, shares, factors, acc)
+            self.add_values(places, head, shares, factors, acc)
 
-    def scores(self, stage: Any, head: int, queries: Any) -> list[Any]:
+    def scores(self, places: Any, head: int, queries: Any) -> list[Any]:
         """q · k of a head, for every octet of its query heads."""
         words, each = self.tiles.head_dim // 8, self.rows // 8
-        keys, sums = self.tiles.keys(stage, head), []
+        keys, sums = self.tiles.keys(places, head), []
         for octet in range(head * each, head * each + each):
             c = [Float32(0.0)] * 4
             for step, a in enumerate(keys):
@@ -76,11 +78,11 @@ class Products:
             sums.append(c)
         return sums
 
-    def add_values(self, stage: Any, head: int, shares: Any, factors: Any, acc: Any) -> None:
+    def add_values(self, places: Any, head: int, shares: Any, factors: Any, acc: Any) -> None:
         """acc · factor + values · shares; products in the order of `Tiles.values`, of every octet of query heads."""
         each = self.rows // 8
         for piece in range(self.tiles.value_pieces):
-            for n, values in enumerate(self.tiles.values(stage, head, piece)):
+            for n, values in enumerate(self.tiles.values(places, head, piece)):
                 for octet in range(head * each, head * each + each):
                     at = octet * (self.tiles.head_dim // 4) + 4 * (4 * piece + n)
                     c = [acc[at + i] * factors[2 * octet + i % 2] for i in range(4)]

@@ -18,7 +18,7 @@ from rose_dist.kernels.paged_attention import partial_floats
 from rose_dist.kernels.variants import WARP
 
 WARPS = 4
-"""A block."""
+"""Among which a part's tiles are dealt out in turn, so many results has a block of each query head."""
 THREADS = WARPS * WARP
 AT_ONCE = 64
 """fp32 of other blocks' results that a thread has in flight when it merges."""
@@ -39,6 +39,8 @@ class Results:
     heads: int
     group_rows: int
     dtype: torch.dtype
+    threads: int
+    """That merge: the first of the block."""
 
     @property
     def rows(self) -> int:
@@ -61,7 +63,7 @@ class Results:
     @property
     def each(self) -> int:
         """Dimensions a thread merges."""
-        return self.head_dim * self.rows // THREADS
+        return self.head_dim * self.rows // self.threads
 
     @property
     def kept_words(self) -> int:
@@ -78,8 +80,16 @@ class Results:
         first = ptx.thread_index() * self.each
         return first // self.head_dim, first % self.head_dim
 
-    def store_warp(self, sums: Any, scalars: Any, first_row: int, acc: list[Any], largest: Any, weights: Any) -> None:
-        """Rows 2j and 2j + 1 of this warp from `first_row` on, products in the order of `kv_tiles`: four sums each."""
+    def meet(self) -> None:
+        """A barrier among the threads that merge."""
+        cute.arch.barrier(barrier_id=1, number_of_threads=self.threads)
+
+    def store_warp(
+        self, sums: Any, scalars: Any, warp: Any, first_row: Any, acc: list[Any], largest: Any, weights: Any
+    ) -> None:  # fmt: skip
+        """Rows 2j and 2j + 1 from `first_row` on, products in the order of `kv_tiles`: four sums each. warp: which one
+        of `WARPS`.
+        """
         thread = ptx.thread_index()
         g, j = thread % WARP // 4, thread % 4
         for k in range(2):
@@ -91,7 +101,7 @@ class Results:
             for offset in (4, 8, 16):
                 total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
             # All eight lanes of a row have the same; they write the same.
-            at = (thread // WARP * self.rows + row) * 2
+            at = (warp * self.rows + row) * 2
             scalars[at] = largest[k]
             scalars[at + 1] = total
 
@@ -169,12 +179,12 @@ class Results:
             self.keep(merged, whole)
         elif query < group:
             self.write_part(own + Int64(split) * self.part_bytes, column, state)
-        cute.arch.sync_threads()
+        self.meet()
         if vector.select(alone, Boolean(False), last):
             thread = cute.arch.thread_idx()[0]
             if thread == 0:
                 arrived[0] = ptx.fetch_add(counter, Uint32(split - opening + 1), "gpu")
-            cute.arch.sync_threads()
+            self.meet()
             if arrived[0] + Uint32(split - opening + 1) == Uint32(splits):
                 if query < group:
                     self.write(target, self.merge_parts(own, column, splits), sink, value_scale)

@@ -7,6 +7,9 @@ the columns of p · v: a lane's share of a key, or of a value, is contiguous in 
     of keys g and g + 8           the j-th 16 bytes of every 64
     of values 2j, 2j + 1, 2j + 8,
     2j + 9                        the g-th 8 dimensions of every 64
+
+Tokens may stand in any order too: key g of these is token `key_token(g)` of the tile. The order is one in which tokens
+that lie as in memory are read without bank conflicts (`whole_token_tiles`).
 """
 
 from __future__ import annotations
@@ -83,23 +86,22 @@ class Tiles:
         g, j = lane // 4, lane % 4
         row, head = slot_stride * self.dtype.itemsize, self.head_dim * self.dtype.itemsize
         offset, first = slot * row, tile * TILE
-        keys += Int64(g) * row + j * 16
-        keys += offset
-        for token in (0, 8):
-            near = keys + token * row
-            count = _bytes(first + g + token, low, high, 16)
+        keys += offset + j * 16
+        for n in range_constexpr(2):
+            token = key_token(g, n)
+            near = keys + Int64(token) * row
+            count = _bytes(first + token, low, high, 16)
             for h in range_constexpr(self.heads):
                 for piece in range_constexpr(self.key_pieces):
-                    i = token // 8 * self.key_pieces + piece
+                    i = n * self.key_pieces + piece
                     place = stage + Uint32(2 * h * self.head_bytes + i * (WARP * 16)) + Uint32(lane * 16)
                     warp_matrix.copy_async(place, near + (h * head + piece * 64), count, 16, AHEAD)
         size = self.value_bytes
-        values += Int64(2 * j) * row + g * size
-        values += offset
+        values += offset + g * size
         for t in range_constexpr(4):
-            token = (0, 1, 8, 9)[t]
-            near = values + token * row
-            count = _bytes(first + 2 * j + token, low, high, size)
+            token = value_token(j, t)
+            near = values + Int64(token) * row
+            count = _bytes(first + token, low, high, size)
             for h in range_constexpr(self.heads):
                 for piece in range_constexpr(self.value_pieces):
                     i = t * self.value_pieces + piece
@@ -107,20 +109,29 @@ class Tiles:
                     source = near + (h * head + piece * (8 * size))
                     warp_matrix.copy_async(place, source, count, size, AHEAD)
 
-    def keys(self, stage: Any, head: int) -> list[Any]:
-        """a of every product step for a head's 16 keys."""
+    def key_places(self, stage: Any) -> list[Any]:
+        """Where this lane's pieces of both keys begin in a stage."""
         lane = cute.arch.thread_idx()[0] % WARP
+        return [stage + Uint32(n * self.key_pieces * (WARP * 16)) + Uint32(lane * 16) for n in range(2)]
+
+    def key_offset(self, head: int, piece: int) -> int:
+        """From there on."""
+        return 2 * head * self.head_bytes + piece * (WARP * 16)
+
+    def value_places(self, stage: Any) -> list[Any]:
+        """Where this lane's pieces of its four values begin."""
+        lane, size = cute.arch.thread_idx()[0] % WARP, self.value_bytes
+        return [stage + Uint32(t * self.value_pieces * (WARP * size)) + Uint32(lane * size) for t in range(4)]
+
+    def value_offset(self, head: int, piece: int) -> int:
+        return (2 * head + 1) * self.head_bytes + piece * (WARP * self.value_bytes)
+
+    def keys(self, places: list[Any], head: int) -> list[Any]:
+        """a of every product step for a head's 16 keys, from `key_places`."""
         fragments = []
         for i in range(self.key_pieces):
             above, below = (
-                self.split(
-                    warp_matrix.load_shared_16b(
-                        stage
-                        + Uint32(2 * head * self.head_bytes + (n * self.key_pieces + i) * (WARP * 16))
-                        + Uint32(lane * 16)
-                    )
-                )
-                for n in range(2)
+                self.split(warp_matrix.load_shared_16b(place + Uint32(self.key_offset(head, i)))) for place in places
             )
             fragments += [[a[0], b[0], a[1], b[1]] for a, b in zip(above, below, strict=True)]
         return fragments
@@ -143,15 +154,12 @@ class Tiles:
                 words += [vector.select(row < group, loaded[w], Uint32(0)) for w in range(4)]
         return [self.pair(*_widen_bf16x2(word)) for word in words] if self.fp8 else words
 
-    def values(self, stage: Any, head: int, piece: int) -> list[Any]:
+    def values(self, places: list[Any], head: int, piece: int) -> list[Any]:
         """a of the four products for a head's dimensions 64 · piece …, the columns being keys: rows g and g + 8 of
-        product n are dimensions 8g + 2n and the next of them.
+        product n are dimensions 8g + 2n and the next of them. From `value_places`.
         """
-        lane = cute.arch.thread_idx()[0] % WARP
-        size = self.value_bytes
-        first = stage + Uint32((2 * head + 1) * self.head_bytes) + Uint32(lane * size)
         load = warp_matrix.load_shared_8b if self.fp8 else warp_matrix.load_shared_16b
-        a, b, c, d = (load(first + Uint32((t * self.value_pieces + piece) * (WARP * size))) for t in range(4))
+        a, b, c, d = (load(place + Uint32(self.value_offset(head, piece))) for place in places)
         fragments = []
         for w in range(len(a)):
             if self.fp8:
@@ -175,6 +183,16 @@ class Tiles:
 
     def multiply_add(self, c: Any, a: Any, b: Any) -> Any:
         return warp_matrix.multiply_add(c, a, b, "f16" if self.fp8 else "bf16")
+
+
+def key_token(g: Any, n: int) -> Any:
+    """The token of a tile that is key g + 8n of a lane."""
+    return (g // 2 + g % 2 * 2) % 4 * 4 + (g % 2 * 2 + n)
+
+
+def value_token(j: Any, t: int) -> Any:
+    """The token whose value is a lane's number t: 2j, 2j + 1, 2j + 8 or 2j + 9 of the keys."""
+    return (j + t % 2 * 2) % 4 * 4 + (t % 2 * 2 + t // 2)
 
 
 def seen(position: Any, low: Any, high: Any) -> Any:

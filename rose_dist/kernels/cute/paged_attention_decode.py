@@ -13,6 +13,7 @@ from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.attention_tiling import TILE
 from rose_dist.kernels.cute.attention_products import Products
 from rose_dist.kernels.cute.attention_results import NOTHING, THREADS, WARPS, Results
+from rose_dist.kernels.cute.kv_blocks import Paged, block_of, table_of
 from rose_dist.kernels.cute.kv_tiles import Tiles
 from rose_dist.kernels.cute.split_items import Batch, Part, after, group_of_block, is_whole, run_of_block
 from rose_dist.kernels.dsl import (
@@ -41,19 +42,6 @@ def launcher(
     block_tiles: int, early: bool,
 ) -> jit.Launcher:  # fmt: skip
     return jit.load(DecodeAttention(arch, dtype, cache_dtype, head_dim, heads, wide_group, block_tiles, early))
-
-
-@dataclass(frozen=True)
-class Paged:
-    """One layer's cache and who has which blocks; traced values, strides in elements."""
-
-    keys: Any
-    values: Any
-    slot_stride: Any
-    head_stride: Any
-    tables: Any
-    table_stride: Any
-    first_blocks: Any
 
 
 @dataclass(frozen=True)
@@ -98,7 +86,7 @@ class DecodeAttention(jit.Kernel):
 
     @property
     def results(self) -> Results:
-        return Results(self.head_dim, self.heads, self.rows, self.dtype)
+        return Results(self.head_dim, self.heads, self.rows, self.dtype, THREADS)
 
     @property
     def products(self) -> Products:
@@ -191,7 +179,7 @@ class DecodeAttention(jit.Kernel):
             # The next part's copies are on their way while this one's results are merged.
             self.start(ring, paged, batch, following, head, next_blocks, Int32(0), Int32(UNLIMITED))
             changes = next_row != row
-            cute.arch.sync_threads()
+            self.results.meet()
             work = Int64(row) * groups + head
             self.results.finish(
                 sums, scalars, arrived, merged,
@@ -229,8 +217,9 @@ class DecodeAttention(jit.Kernel):
         """
         row = Int64(vector.max_of(part.request, Int32(0)))
         tile, end = self.range_of(batch, part)
-        table = paged.tables + (row * paged.table_stride - self.first_block(paged.first_blocks, row)) * 4
-        return table, [self.block_of(table, tile + stage * WARPS, end) for stage in range(self.distance + 1)]
+        table = table_of(paged.tables, paged.table_stride, paged.first_blocks, row)
+        blocks = [block_of(table, tile + stage * WARPS, end, self.block_tiles) for stage in range(self.distance + 1)]
+        return table, blocks
 
     def start(
         self, ring: Any, paged: Paged, batch: Batch, part: Part, head: Any, blocks: list[Any], lower: Any, upper: Any
@@ -260,22 +249,6 @@ class DecodeAttention(jit.Kernel):
             warp_matrix.commit_copies()
 
     @cute.jit
-    def first_block(self, first_blocks: Int64, row: Int64) -> Int64:
-        """What block the request's table starts with."""
-        first = Int32(0)
-        if first_blocks != 0:
-            first = vector.scalar(first_blocks + row * 4, Int32)[0]
-        return Int64(first)
-
-    @cute.jit
-    def block_of(self, table: Int64, tile: Int32, end: Int32) -> Int32:
-        """The cache block of a tile; any for a tile beyond the last."""
-        block = Int32(0)
-        if tile < end:
-            block = vector.scalar(table + Int64(tile // self.block_tiles) * 4, Int32)[0]
-        return block
-
-    @cute.jit
     def attend(
         self, ring: Uint32, scalars: cute.Tensor, paged: Paged, batch: Batch, part: Part, head: Int32, table: Int64,
         block: Int32, queries: cute.Tensor, scale: Float32,
@@ -298,7 +271,7 @@ class DecodeAttention(jit.Kernel):
             ahead = tile + (i + self.distance) * WARPS
             warp_matrix.await_copies(self.distance - 1)
             self.copy_if(Boolean(True), free, paged, head, block, ahead, low, part.length, end)
-            block = self.block_of(table, ahead + WARPS, end)
+            block = block_of(table, ahead + WARPS, end, self.block_tiles)
             self.products.multiply(full, queries, acc, largest, weights, tile + i * WARPS, low, part.length, scale)
             full, free = self.next_stage(ring, full), self.next_stage(ring, free)
         # Other lanes have read what this one is about to overwrite.
@@ -306,7 +279,7 @@ class DecodeAttention(jit.Kernel):
         for octet in range_constexpr(octets):
             pair = [2 * octet, 2 * octet + 1]
             self.results.store_warp(
-                ring + Uint32(self.distance * self.tiles.bytes), scalars, 8 * octet,
+                ring + Uint32(self.distance * self.tiles.bytes), scalars, cute.arch.thread_idx()[0] // WARP, 8 * octet,
                 [acc[size * octet + i] for i in range(size)], [largest[i] for i in pair], [weights[i] for i in pair],
             )  # fmt: skip
 
