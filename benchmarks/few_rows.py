@@ -119,7 +119,7 @@ class Layer:
 def most_rows(tokens: int) -> int:
     """As the model's layers expect of the largest expert."""
     mean = tokens * TOP_K / EXPERTS
-    return math.ceil(mean + 3 * mean**0.5)
+    return min(tokens, math.ceil(mean + 3 * mean**0.5))
 
 
 def timed(layers: list[Layer], call: Callable[[Layer], Any]) -> float:

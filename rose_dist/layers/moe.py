@@ -95,7 +95,9 @@ class MoE(nn.Module):
             return Routing(routed.ids, routed.weights)
 
         dispatched = self.exchange.dispatch_packed(x.shape[0], pack)
-        rows = ExpertRows(dispatched.counts, dispatched.offsets, self._most_rows(x.shape[0]))
+        # Only these tokens' rows are here, and a token names an expert once.
+        most = min(x.shape[0], self._most_rows(x.shape[0]))
+        rows = ExpertRows(dispatched.counts, dispatched.offsets, most)
         expert_out = self.experts(dispatched.x, rows, ahead=ahead)
         return self.exchange.combine_norm(expert_out, dispatched, x, after.weight, after.eps)
 
