@@ -55,10 +55,7 @@ class Feeder:
             source, segment, left = self.turn_to(
                 weights, segments, tile, ends, first, source, segment, left, Int32(stage + 1)
             )
-        if const_expr(self.handed):
-            # Not earlier, since the router's launch may still run; but the next one's early reads rely on it.
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
+        self.let_next_begin()
         done, done_left = Int32(0), (self.tiles[0] - tile[0]) * steps
         if const_expr(len(self.tiles) > 1):
             if first == 0:
@@ -85,6 +82,12 @@ class Feeder:
                     self.meet(shared, x, segments, items, ends, meeting)
                     done, done_left = Int32(0), (self.tiles[1] - tile[1]) * steps
             stage, parity = next_stage(stage, parity, self.tiling.stages)
+
+    def let_next_begin(self) -> None:
+        """After a handover: the router's launch may still run, but the next one's early reads rely on its end."""
+        if self.handed:
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def turn_to(
