@@ -127,7 +127,7 @@ def routed(tokens: int, experts: int) -> tuple[torch.Tensor, ExpertRows, torch.T
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64, device=DEVICE), counts.long().cumsum(0)])
     x = torch.randn(tokens * TOP_K, HIDDEN, device=DEVICE).bfloat16()
     mean = tokens * TOP_K / experts
-    return x, ExpertRows(counts, offsets, math.ceil(mean + 3 * mean**0.5)), ids
+    return x, ExpertRows(counts, offsets, min(tokens, math.ceil(mean + 3 * mean**0.5))), ids
 
 
 def check(layer: Layer, tokens: int, experts: int) -> float:

@@ -176,6 +176,8 @@ def _mxfp4_experts(arch: Arch) -> Iterator[Kernel]:
     for shape in EXPERT_SHAPES.variants:
         first, second = (stream(shape, columns // BLOCK, TILE_BYTES) for columns in (hidden, intermediate))
         yield ExpertLinear(arch, experts, tiles, first, gated=True)
+        if shape.rows == 1:
+            yield ExpertLinear(arch, experts, tiles, first, gated=True, handed=True)
         yield ExpertLinear(arch, experts, tiles[:1], first, gated=True)
         yield ExpertLinear(arch, experts, tiles[1:], second, gated=False)
     for count, columns, gated in ((tiles[0], hidden // BLOCK, True), (tiles[1], intermediate // BLOCK, False)):
@@ -209,7 +211,8 @@ def _few_rows(arch: Arch) -> Iterator[Kernel]:
     yield LinearAdd(arch, ResidentWeights(attended, resident(attended)))
     for experts, k, score, _ in ROUTES[:2]:
         for width in (0, 2):
-            yield RouteRows.of(arch, hidden, experts, k, score, width)
+            for hands_over in (False, True):
+                yield RouteRows.of(arch, hidden, experts, k, score, width, hands_over=hands_over)
     yield CombineNorm(arch, Combine(arch, 4, hidden, torch.bfloat16, torch.bfloat16, None, False, VECTOR_BYTES))
 
 
