@@ -19,18 +19,20 @@ def takes(hidden: int, dtype: torch.dtype) -> bool:
 
 
 def combine_norm(
-    rows: Tensor, slots: Tensor, weights: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
-) -> Tensor:
+    rows: Tensor, slots: Tensor, weights: Tensor, residual: Tensor, norm_weight: Tensor, eps: float,
+    live_rows: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Add each token's weighted sum to `residual`, in place, and normalise that.
 
     Args:
         rows: the experts' results [packed rows, hidden]. On a GPU the launch that makes them must wait for those before
             it before it lets others begin, and write none of the rest, which is read while it runs.
-        slots: int32 [tokens, k], each pair's row, −1 for nothing. There is no bound on live rows, which would cost more
-            to read than it saves: rows that only fill up a batch have −1.
+        slots: int32 [tokens, k], each pair's row, −1 for nothing.
         weights: fp32 [tokens, k].
         residual: [tokens, hidden] of the rows' dtype.
         norm_weight: [hidden] of the rows' dtype. Not to be written by the launches just before.
+        live_rows: int32 [1] on a GPU; tokens from there on are not looked at, and their results any. Of few tokens it
+            costs more to read than it saves.
 
     Returns:
         [tokens, hidden] of the rows' dtype. Sums are rounded to it before the residual is added, and that sum before it
@@ -40,6 +42,7 @@ def combine_norm(
         KernelArgumentError: for shapes, dtypes or devices that don't fit.
     """
     check(rows, slots, weights, residual, norm_weight)
+    checks.live_rows(live_rows, rows.device)
     tokens, hidden = residual.shape
     if not rows.is_cuda:
         residual += moe_combine.reference(rows, slots, weights).to(rows.dtype)
@@ -50,8 +53,8 @@ def combine_norm(
 
         launcher = cute.launcher(launch.device(out).arch, slots.shape[1], hidden, rows.dtype)
         launch.run(
-            launcher, out, rows, rows.stride(0), slots, weights, residual, residual, norm_weight, out, eps,
-            tokens,
+            launcher, out, rows, rows.stride(0), slots, weights, residual, residual, norm_weight, out, live_rows,
+            eps, tokens,
         )  # fmt: skip
     return out
 

@@ -37,7 +37,7 @@ from rose_dist.kernels.cute.paged_attention_decode import DecodeAttention
 from rose_dist.kernels.cute.paged_attention_prefill import PrefillAttention
 from rose_dist.kernels.cute.resident_weights import ResidentWeights
 from rose_dist.kernels.cute.route_rows import RouteRows
-from rose_dist.kernels.cute.row_groups import GatherGroups, GroupRows, RowCells
+from rose_dist.kernels.cute.row_groups import GatherGroups, GroupRows, QuantizeRows, RowCells
 from rose_dist.kernels.cute.small_linear import COLUMNS, SmallLinear
 from rose_dist.kernels.cute.whole_token_attention import WholeTokenAttention
 from rose_dist.kernels.draw import RowSplit
@@ -192,6 +192,7 @@ def _mxfp4_experts(arch: Arch) -> Iterator[Kernel]:
         for e4m3 in (False, True):
             yield GroupRows(arch, experts, RowCells(hidden, e4m3))
             yield GatherGroups(arch, experts, RowCells(hidden, e4m3))
+        yield QuantizeRows(arch, RowCells(hidden, e4m3=True))
         yield AssignSlots(arch, experts, 4, GROUPS, warps=8)
 
 

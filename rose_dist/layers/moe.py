@@ -44,8 +44,15 @@ class MoE(nn.Module):
         self.rule = Router(top_k)
         self.exchange = exchange
 
-    def forward(self, x: Tensor, live_rows: Tensor | None = None) -> Tensor:
-        """[tokens, hidden] → [tokens, hidden], complete on every rank; rows from `live_rows` on hold anything."""
+    def add(
+        self, x: Tensor, residual: Tensor, after: RMSNorm, live_rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """after(total) and total, which is `residual` plus the block's results for `x`, complete on every rank.
+
+        Args:
+            x, residual: [tokens, hidden]; `residual` may be overwritten.
+            live_rows: int32 [1]; rows from there on hold anything.
+        """
         chosen = route(self.router(x), self.rule, live_rows=live_rows)
         routing = Routing(self.expert_map(chosen.ids, live_rows), chosen.weights)
         dispatched = self._dispatch(x, routing, live_rows)
@@ -54,9 +61,11 @@ class MoE(nn.Module):
             self._listed(dispatched, routing), dispatched.groups,
         )  # fmt: skip
         expert_out = self.experts(dispatched.x, rows, dispatched.scales)
+        if self.exchange.packs_only:
+            return self.exchange.combine_norm(expert_out, dispatched, residual, after.weight, after.eps), residual
         out = torch.empty_like(x)
         self.exchange.combine(expert_out, dispatched, out=out, bias=self.experts.late_bias)
-        return out
+        return after.add(out, residual)
 
     def _dispatch(self, x: Tensor, routing: Routing, live_rows: Tensor | None) -> Dispatched:
         """Rows travel in FP8 where the exchange has room for scales: they are quantised once, not once an expert."""

@@ -57,24 +57,21 @@ class GptOssDecoderLayer(nn.Module):
         self.mlp = MoE(hidden, experts, config.num_experts_per_tok, exchange, expert_map, dtype=dtype)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, place: int, batch: GroupBatch,
-        live_rows: Tensor | None,
+        self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, place: int, batch: GroupBatch,
+        live_rows: Tensor | None, after: RMSNorm,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The layer's output, [tokens, hidden], is the sum of the two tensors returned; the next layer adds them.
-
+        """
         Args:
-            x, residual: the summands of the input; residual None is zero.
+            x: `residual`, the layer's input [tokens, hidden], normalised.
             place: this layer's place in its KV group, whose part of the step is `batch`.
             live_rows: as in `ForwardBatch`.
+
+        Returns:
+            after(output), and the output.
         """
-        if residual is None:
-            # The rotary angles, which the next launch may read early, are written by the embedding's.
-            normed, residual = self.input_layernorm(x, ends_chain=True), x
-        else:
-            normed, residual = self.input_layernorm.add(x, residual)
-        attended = self.self_attn(normed, cos, sin, place, batch)
+        attended = self.self_attn(x, cos, sin, place, batch)
         normed, residual = self.post_attention_layernorm.add(attended, residual)
-        return self.mlp(normed, live_rows), residual
+        return self.mlp.add(normed, residual, after, live_rows)
 
     def takes_few(self, cache_dtype: torch.dtype) -> bool:
         """Whether `forward_few` serves this layer on a GPU."""
@@ -84,15 +81,11 @@ class GptOssDecoderLayer(nn.Module):
         self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, place: int, batch: GroupBatch,
         live_rows: Tensor | None, after: RMSNorm, ahead: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The same for up to `MAX_ROWS` tokens, in 6 launches for 12, or 7 and more with several ranks: norms,
+        """The same for up to `MAX_ROWS` tokens, in 6 launches for 11, or 7 and more with several ranks: norms,
         residuals, rotary, routing and dispatch go with the launches beside them.
 
         Args:
-            x: `residual`, the layer's input, normalised.
             ahead: the weights that are read after the layer's.
-
-        Returns:
-            after(output), and the output.
         """
         total = self.self_attn.add_few(x, residual, cos, sin, place, batch)
         return self.mlp.add_few(total, self.post_attention_layernorm, after, live_rows, ahead), total
@@ -132,35 +125,20 @@ class GptOssModel(nn.Module):
     def forward(self, batch: ForwardBatch) -> Tensor:
         """[tokens, hidden], normalised, of the rows whose logits are wanted."""
         x, cos, sin = self.embed_tokens(batch, self.cos, self.sin)
-        residual = None
-        if self._takes_few(x, batch):
-            normed = self._forward_few(x, cos, sin, batch)
-            return normed if batch.logits_rows is None else normed[batch.logits_rows]
-        for layer, (group, place) in zip(self.layers, self.places, strict=True):
-            x, residual = layer(x, residual, cos, sin, place, batch.groups[group], batch.live_rows)
-        assert residual is not None
-        if batch.logits_rows is not None:
-            x, residual = x[batch.logits_rows], residual[batch.logits_rows]
-        normed, _ = self.norm.add(x, residual)
-        return normed
+        few, layers = self._takes_few(x, batch), self.decoder_layers
+        afters = [*(layer.input_layernorm for layer in layers[1:]), self.norm]
+        aheads = [*(layer.self_attn.qkv_proj.weight for layer in layers[1:]), None]
+        # The rotary angles, which the next launch may read early, come from the embedding's.
+        normed: Tensor = layers[0].input_layernorm(x, ends_chain=True)
+        for layer, after, ahead, (group, place) in zip(layers, afters, aheads, self.places, strict=True):
+            given = (normed, x, cos, sin, place, batch.groups[group], batch.live_rows, after)
+            normed, x = layer.forward_few(*given, ahead) if few else layer(*given)
+        return normed if batch.logits_rows is None else normed[batch.logits_rows]
 
     def _takes_few(self, x: Tensor, batch: ForwardBatch) -> bool:
         """A decode step of few tokens waits for launches more than for memory."""
         few = x.is_cuda and 0 < x.shape[0] <= MAX_ROWS and x.dtype is torch.bfloat16
         return few and self.decoder_layers[0].takes_few(batch.groups[0].storage.keys.dtype)
-
-    def _forward_few(self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch) -> Tensor:
-        """[tokens, hidden], normalised, of all rows."""
-        layers = self.decoder_layers
-        afters = [*(layer.input_layernorm for layer in layers[1:]), self.norm]
-        # The rotary angles, which the next launch reads early, come from the embedding's.
-        normed: Tensor = layers[0].input_layernorm(x, ends_chain=True)
-        aheads = [*(layer.self_attn.qkv_proj.weight for layer in layers[1:]), None]
-        for layer, after, ahead, (group, place) in zip(layers, afters, aheads, self.places, strict=True):
-            normed, x = layer.forward_few(
-                normed, x, cos, sin, place, batch.groups[group], batch.live_rows, after, ahead
-            )
-        return normed
 
 
 class GptOssForCausalLM(nn.Module):

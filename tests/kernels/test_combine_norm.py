@@ -49,6 +49,17 @@ def test_matches_the_three(gpu: Any, tokens: int, hidden: int, dtype: torch.dtyp
     assert ((gpu.plain(got).double() - normed).abs() <= normed.abs() * relative + 1e-6).all()
 
 
+def test_tokens_beyond_the_live_ones_stay_as_they_are(gpu: Any) -> None:
+    given = example(5, 64, torch.bfloat16)
+    normed, total = wanted(*given)
+    total[3:] = given[3][3:]
+    given[1][3:] = 1 << 30
+    held = [gpu.tensor(t) for t in given]
+    got = combine_norm(*held, EPS, gpu.tensor(torch.tensor([3], dtype=torch.int32)))
+    assert torch.allclose(gpu.plain(held[3]).float(), total.float(), rtol=2**-8)
+    assert torch.allclose(gpu.plain(got)[:3].double(), normed[:3], rtol=1.01 * 2**-8, atol=1e-6)
+
+
 def test_the_cpu_gives_the_same() -> None:
     given = example(3, 64, torch.bfloat16)
     normed, total = wanted(*given)

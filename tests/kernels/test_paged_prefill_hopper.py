@@ -124,6 +124,18 @@ def test_any_number_of_blocks_gives_the_same_bits(small: Emulator) -> None:
     assert all(torch.equal(out, found[0]) for out in found)
 
 
+def test_warpgroups_that_take_turns_give_the_same_bits(gpu: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Items of one tile, which has no turn, and of several."""
+    chunks, found = Chunks([(150, 17), (0, 30)], (8, 2, 64), None), []
+    for turns in (False, True):
+        tiling = PrefillTiling(64, warpgroups=3, keys=32, stages=4, registers=(32, 160), turns=turns)
+        monkeypatch.setattr(paged_prefill, "PREFILL_TILINGS", {64: tiling})
+        emulation.forget()
+        found.append(attend(gpu, chunks))
+    assert_close(found[0], chunks.exact())
+    assert torch.equal(*found)
+
+
 class FreesValuesEarly(PrefillAttention):
     """While they are still multiplied."""
 

@@ -141,7 +141,9 @@ class Local(AllToAll):
         self, handle: GpuHandle, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
         """Add the weighted sums over all experts to `residual`; returns that, normalised."""
-        return combine_norm(handle.expert_out, handle.packed.slots, handle.routing.weights, residual, norm_weight, eps)
+        return combine_norm(
+            handle.expert_out, handle.packed.slots, handle.routing.weights, residual, norm_weight, eps, handle.live_rows
+        )
 
     def check(self) -> None:
         """Raise `WaitExpiredError` if a kernel on the GPU has waited in vain; to be called once a step, after it."""

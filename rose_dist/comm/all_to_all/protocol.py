@@ -212,8 +212,8 @@ class AllToAll(Protocol):
     def packs_only(self) -> bool:
         """Whether dispatch does nothing but pack rows on this GPU, and `combine_norm` serves.
 
-        A model may then use `dispatch_packed`, with a kernel that does other work in the same launch, and
-        `combine_norm`. For up to `linear_add.MAX_ROWS` tokens.
+        A model may then use `combine_norm` and, for up to `linear_add.MAX_ROWS` tokens, `dispatch_packed` with a kernel
+        that does other work in the same launch.
         """
         return False
 
@@ -228,7 +228,7 @@ class AllToAll(Protocol):
         eps: float,
     ) -> torch.Tensor:  # fmt: skip
         """`combine` where `packs_only`, added to `residual` [tokens, hidden] in place, and that normalised, as
-        `kernels.combine_norm` does it.
+        `kernels.combine_norm` does it; rows beyond the bound that dispatch was given hold anything.
         """
         raise RuntimeError(f"{type(self).__name__} does more than to add up rows")
 

@@ -66,7 +66,7 @@ class TensorParallel(Local):
         assert self.all_reduce is not None
         self.all_reduce.combine(
             handle.expert_out, handle.packed.slots, handle.routing.weights, residual, tokens=residual.shape[0],
-            accumulate=True,
+            accumulate=True, live_rows=handle.live_rows,
         )  # fmt: skip
         return rms_norm(residual, norm_weight, eps)
 

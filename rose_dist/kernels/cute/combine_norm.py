@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rose_dist.kernels import jit, vector
+from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute.moe_combine import VECTOR_BYTES, Combine
 from rose_dist.kernels.dsl import TYPES, Float32, Int32, Int64, Stream, cute
@@ -44,12 +44,12 @@ class CombineNorm(jit.Kernel):
     @cute.jit
     def __call__(
         self, rows: Int64, row_stride: Int64, slots: Int64, weights: Int64, residual: Int64,
-        total: Int64, scale: Int64, out: Int64, eps: Float32, tokens: Int32, stream: Stream,
+        total: Int64, scale: Int64, out: Int64, live_rows: Int64, eps: Float32, tokens: Int32, stream: Stream,
     ) -> None:  # fmt: skip
-        """Addresses: rows, row_stride, slots and weights as for `Combine`; residual, total (which may be the
+        """Addresses: rows, row_stride, slots, weights and live_rows as for `Combine`; residual, total (which may be the
         same) and out [tokens, hidden], scale [hidden], all of the rows' dtype.
         """
-        self.kernel(rows, row_stride, slots, weights, residual, total, scale, out, eps).launch(
+        self.kernel(rows, row_stride, slots, weights, residual, total, scale, out, live_rows, eps, tokens).launch(
             grid=[tokens, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True,
             min_blocks_per_mp=self.per_sm, preferred_smem_carveout=100,
         )  # fmt: skip
@@ -57,7 +57,7 @@ class CombineNorm(jit.Kernel):
     @cute.kernel
     def kernel(
         self, rows: Int64, row_stride: Int64, slots: Int64, weights: Int64, residual: Int64,
-        total: Int64, scale: Int64, out: Int64, eps: Float32,
+        total: Int64, scale: Int64, out: Int64, live_rows: Int64, eps: Float32, tokens: Int32,
     ) -> None:  # fmt: skip
         source, width = self.source, self.source.dtype.itemsize
         thread, token = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
@@ -71,6 +71,7 @@ class CombineNorm(jit.Kernel):
         places = Int64(token) * (source.top_k * 4)
         pairs = [source.pair(slots + places, weights + places, j) for j in range(source.top_k)]
         cute.arch.griddepcontrol_wait()
+        ptx.exit_if(token >= vector.live_rows(live_rows, tokens))
         summed = source.sum_pairs(rows, row_stride, pairs, column)
         new = [self.rounded(self.rounded(a) + b) for a, b in zip(summed, before, strict=True)]
         squares = Float32(0.0)

@@ -41,6 +41,9 @@ from rose_dist.kernels.warpgroup_matrix import (
 )
 from rose_dist.kernels.warpgroup_tiling import WARPGROUP
 
+FIRST_TURN = 1
+"""Number of the first warpgroup's block barrier; 0 is all threads'."""
+
 
 @cache
 def launcher(arch: Arch, group: int, tiling: PrefillTiling) -> jit.Launcher:
@@ -123,22 +126,36 @@ class PrefillAttention(jit.Kernel):
 
     @cute.jit
     def compute(self, shared: Int32, queries: Queries, items: Items, warp: Int32) -> None:
-        """A computing warp: 16 rows of each item."""
+        """A computing warp: 16 rows of each item. An item's queries are asked for before the one before is written."""
         stage, parity = Int32(0), Int32(0)
+        left = cute.make_rmem_tensor(self.tiling.head_dim // 4, Uint32)
+        left.fill(0)
+        self.load(queries, items, Int32(0), warp, left)
+        if const_expr(self.tiling.turns):
+            if warp // WARPGROUP == self.tiling.warpgroups - 1:
+                self.pass_turn()
         for number in range(items.rounds()):
-            item = items.of(number, self.group, self.tiling.rows, self.tiling.keys)
+            item = self.item(items, number)
             if item.tiles > 0:
-                stage, parity = self.attend(shared, queries, item, items.window, warp, stage, parity)
+                stage, parity = self.attend(shared, queries, items, number, item, warp, left, stage, parity)
+            else:
+                self.load(queries, items, number + 1, warp, left)
+
+    def item(self, items: Any, number: Any) -> Any:
+        return items.of(number, self.group, self.tiling.rows, self.tiling.keys)
+
+    def rows(self, item: Any, warp: Any) -> Any:
+        """Lane 4g + j of a warp has rows g and g + 8 of its 16; the item's last one in place of any beyond."""
+        first = item.row + warp * 16 + cute.arch.thread_idx()[0] % WARP // 4
+        return [vector.min_of(first + 8 * i, item.rows - 1) for i in range(2)]
 
     @cute.jit
     def attend(
-        self, shared: Int32, queries: Queries, item: Item, window: Int32, warp: Int32, stage: Int32, parity: Int32
-    ) -> tuple[Int32, Int32]:
-        """An item. Lane 4g + j of a warp has rows g and g + 8 of its 16."""
-        tiling, first_row = self.tiling, item.row + warp * 16 + cute.arch.thread_idx()[0] % WARP // 4
-        rows = [vector.min_of(first_row + 8 * i, item.rows - 1) for i in range(2)]
-        left = cute.make_rmem_tensor(tiling.head_dim // 4, Uint32)
-        self.load(queries, item, rows, left)
+        self, shared: Int32, queries: Queries, items: Items, number: Int32, item: Item, warp: Int32, left: cute.Tensor,
+        stage: Int32, parity: Int32,
+    ) -> tuple[Int32, Int32]:  # fmt: skip
+        """An item, whose queries are in `left`, where the next item's are then."""
+        tiling, window, rows = self.tiling, items.window, self.rows(item, warp)
         # Of each row the largest score so far, and this lane's share of the sum of weights.
         tops, sums = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         for i in range_constexpr(2):
@@ -165,9 +182,10 @@ class PrefillAttention(jit.Kernel):
             else:
                 self.step(shared, stage, before, left, weights, result, tops, sums, bounds, first, queries.scale, True)
         self.add_values(shared, stage, weights, result)
+        self.load(queries, items, number + 1, warp, left)
         final = await_sums([result[i] for i in range(tiling.head_dim // 2)])
         self.release(shared, stage)
-        self.write(queries, item, first_row, sums, final)
+        self.write(queries, item, warp, sums, final)
         stage, parity = next_stage(stage, parity, tiling.stages)
         return stage, parity
 
@@ -178,8 +196,10 @@ class PrefillAttention(jit.Kernel):
         hidden: cutlass.Constexpr,
     ) -> None:  # fmt: skip
         """A tile's scores and weights, while the values of the tile before are added."""
+        self.await_turn()
         scores = self.score(shared, stage, left)
         self.add_values(shared, before, weights, result)
+        self.pass_turn()
         scores = await_sums(scores, 1)
         if const_expr(hidden):
             scores = hide(scores, bounds, first)
@@ -191,6 +211,21 @@ class PrefillAttention(jit.Kernel):
             result[i] = value
         self.keep(settled[: len(own)], weights)
 
+    def await_turn(self) -> None:
+        """Until the warpgroup before has started its products of this step: then its powers are computed while this
+        one's products run. All warpgroups have the same steps.
+        """
+        if self.tiling.turns:
+            own = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // (WARPGROUP * WARP))
+            cute.arch.barrier(barrier_id=FIRST_TURN + own, number_of_threads=2 * WARPGROUP * WARP)
+
+    def pass_turn(self) -> None:
+        """It is the next warpgroup's."""
+        if self.tiling.turns:
+            own = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // (WARPGROUP * WARP))
+            following = vector.select(own == self.tiling.warpgroups - 1, Int32(0), own + 1)
+            cute.arch.barrier_arrive(barrier_id=FIRST_TURN + following, number_of_threads=2 * WARPGROUP * WARP)
+
     def weigh(self, scores: Any, scale: Any, tops: Any, sums: Any) -> Any:
         """A tile's weights, and what each row's result so far is to be multiplied by."""
         factors = raise_tops(scores, scale, tops)
@@ -201,14 +236,19 @@ class PrefillAttention(jit.Kernel):
         for i in range(len(own) // 2):
             weights[i] = ptx.to_bf16x2(own[2 * i], own[2 * i + 1])
 
-    def load(self, queries: Any, item: Any, rows: Any, left: Any) -> None:
-        """Left operands: of each 16 dimensions both rows' pair 2j, then both rows' pair 2j + 8."""
-        for i, row in enumerate(rows):
-            token = Int64(item.first_query + row // self.group) * queries.stride
-            head = Int64(item.head * self.group + row % self.group) * queries.head_stride
-            source = queries.address + (token + head + cute.arch.thread_idx()[0] % 4 * 2) * 2
-            for place in range(self.tiling.head_dim // 8):
-                left[2 * place + i] = vector.scalar(source + place * 16, Uint32)[0]
+    @cute.jit
+    def load(self, queries: Queries, items: Items, number: Int32, warp: Int32, left: cute.Tensor) -> None:
+        """An item's left operands, if there is one: of each 16 dimensions both rows' pair 2j, then both rows' pair
+        2j + 8.
+        """
+        item = self.item(items, number)
+        if item.tiles > 0:
+            for i, row in enumerate(self.rows(item, warp)):
+                token = Int64(item.first_query + row // self.group) * queries.stride
+                head = Int64(item.head * self.group + row % self.group) * queries.head_stride
+                source = queries.address + (token + head + cute.arch.thread_idx()[0] % 4 * 2) * 2
+                for place in range_constexpr(self.tiling.head_dim // 8):
+                    left[2 * place + i] = vector.scalar(source + place * 16, Uint32)[0]
 
     @cute.jit
     def first_terms(self, sinks: Int64, head: Int32) -> tuple[Float32, Float32]:
@@ -271,8 +311,9 @@ class PrefillAttention(jit.Kernel):
         if cute.arch.thread_idx()[0] % WARP == 0:
             cute.arch.mbarrier_arrive(barrier(shared, stage + self.tiling.stages))
 
-    def write(self, queries: Any, item: Any, first_row: Any, sums: Any, result: Any) -> None:
+    def write(self, queries: Any, item: Any, warp: Any, sums: Any, result: Any) -> None:
         """Both rows' results, pairs of dimensions."""
+        first_row = item.row + warp * 16 + cute.arch.thread_idx()[0] % WARP // 4
         head_dim = self.tiling.head_dim
         factors = [queries.value_scale * cute.arch.rcp_approx(vector.group_sum(sums[i], 4)) for i in range(2)]
         values = scaled(result, factors)

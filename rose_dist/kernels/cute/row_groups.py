@@ -8,14 +8,14 @@ from typing import Any
 
 from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
-from rose_dist.kernels.dsl import Float32, Int32, Int64, Stream, Uint8, Uint32, const_expr, cute, range_constexpr
+from rose_dist.kernels.dsl import Boolean, Float32, Int32, Int64, Stream, Uint32, const_expr, cute, range_constexpr
 from rose_dist.kernels.formats import E4M3_MAX, MIN_AMAX
 from rose_dist.kernels.variants import WARP
-from rose_dist.kernels.warp_matrix import await_copies, commit_copies, copy_async, load_shared_16b
 from rose_dist.kernels.warpgroup_tiling import CELL_BYTES, ROW_GROUP
 
 STEP_BYTES = WARP * ROW_GROUP * CELL_BYTES
 """A group's cells that a block takes at a time, 32."""
+QUANTIZE_WARPS = 4
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
 _TOP, _TOP_MAGNITUDE = 0xFFFF0000, 0x7FFF0000
 
@@ -145,90 +145,88 @@ class GroupRows(jit.Kernel):
 
 
 @dataclass(frozen=True)
-class GatherGroups(jit.Kernel):
-    """A block a group, a warp a row, from wherever it is. To be launched right after `AssignSlots`.
+class QuantizeRows(jit.Kernel):
+    """A warp a row of bf16, into e4m3 in the order of cells, with its scale. To be launched right after `AssignSlots`:
+    it does all its work while that still runs.
+    """
 
-    Rows are read one by one, and written side by side as a group has them. Between the two they are in shared memory,
-    row r of cell c of bf16 at place r xor c mod 8 of the cell's, so that banks don't meet.
+    cells: RowCells
+
+    @cute.jit
+    def __call__(self, x: Int64, codes: Int64, scales: Int64, tokens: Int32, stream: Stream) -> None:
+        """Addresses: x, bf16 [tokens, columns]; codes, bytes of the same shape; scales, fp32 [tokens]."""
+        self.kernel(x, codes, scales, tokens).launch(
+            grid=[(tokens + (QUANTIZE_WARPS - 1)) // QUANTIZE_WARPS, 1, 1], block=[QUANTIZE_WARPS * WARP, 1, 1],
+            stream=stream, use_pdl=True,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(self, x: Int64, codes: Int64, scales: Int64, tokens: Int32) -> None:
+        cells, thread = self.cells, cute.arch.thread_idx()[0]
+        lane, token = thread % WARP, cute.arch.block_idx()[0] * QUANTIZE_WARPS + thread // WARP
+        # `AssignSlots`, the launch before, lets this one start after all before it have ended, and uses none of these.
+        words = cells.load(x + Int64(vector.min_of(token, tokens - 1)) * (cells.columns * 2), lane)
+        scale = cells.scale(words)
+        words = cells.quantised(words, scale)
+        if token < tokens:
+            if lane == 0:
+                vector.scalar(scales + Int64(token) * 4, Float32)[0] = scale
+            for step in range_constexpr(cells.steps):
+                cell = lane + step * WARP
+                if cell < cells.cells:
+                    target = codes + Int64(token) * cells.columns + cell * CELL_BYTES
+                    vector.store_words(target, words[4 * step : 4 * step + 4], Uint32, CELL_BYTES)
+        cute.arch.griddepcontrol_launch_dependents()
+        # No thread may leave before the wait: the launch after this one waits for this one alone.
+        cute.arch.griddepcontrol_wait()
+
+
+@dataclass(frozen=True)
+class GatherGroups(jit.Kernel):
+    """A block a group, a thread some cells of one row, from wherever that is. To be launched right after `AssignSlots`,
+    or `QuantizeRows` behind it.
+
+    A warp reads four neighbouring cells of each row, whole sectors, and writes 512 bytes side by side; all cells of a
+    thread are under way together.
     """
 
     experts: int
     cells: RowCells
 
-    @property
-    def copies(self) -> int:
-        """Of a lane, 16 bytes each."""
-        return self.cells.steps * self.cells.vectors
-
     @cute.jit
     def __call__(
-        self, x: Int64, sources: Int64, offsets: Int64, groups: Int64, scales: Int64, tokens: Int32, most: Int32,
-        stream: Stream,
+        self, rows: Int64, scales: Int64, sources: Int64, offsets: Int64, groups: Int64, group_scales: Int64,
+        tokens: Int32, most: Int32, stream: Stream,
     ) -> None:  # fmt: skip
-        """Addresses: x, bf16 [tokens, columns]; sources and offsets of `AssignSlots`; groups and scales as in
-        `GroupRows`, up to `most` groups.
+        """Addresses: rows [tokens, cells, 16 bytes] and, of codes, scales fp32 [tokens]; sources and offsets of
+        `AssignSlots`; groups and their scales as in `GroupRows`, up to `most` groups.
         """
-        self.kernel(x, sources, offsets, groups, scales, tokens).launch(
-            grid=[most, 1, 1], block=[ROW_GROUP * WARP, 1, 1], smem=self.copies * STEP_BYTES, stream=stream,
-            use_pdl=True, preferred_smem_carveout=100,
-        )  # fmt: skip
+        self.kernel(rows, scales, sources, offsets, groups, group_scales, tokens).launch(
+            grid=[most, 1, 1], block=[ROW_GROUP * WARP, 1, 1], stream=stream, use_pdl=True
+        )
 
     @cute.kernel
-    def kernel(self, x: Int64, sources: Int64, offsets: Int64, groups: Int64, scales: Int64, tokens: Int32) -> None:
-        cells, thread, group = self.cells, cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
-        warp, row, first = thread // WARP, thread % ROW_GROUP, group * ROW_GROUP
-        shared = Int32(cute.arch.get_dyn_smem(Uint8, alignment=128).toint())
-        found = cute.make_tensor(cute.arch.alloc_smem(Float32, ROW_GROUP), cute.make_layout(ROW_GROUP))
+    def kernel(
+        self, rows: Int64, scales: Int64, sources: Int64, offsets: Int64, groups: Int64, group_scales: Int64,
+        tokens: Int32,
+    ) -> None:  # fmt: skip
+        cells, thread, group = self.cells.cells, cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        slot, cell = group * ROW_GROUP + thread % ROW_GROUP, thread // ROW_GROUP
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        read, written = self.source(sources, first + warp), self.source(sources, first + row)
-        end = Int32(ptx.load_relaxed_u64(offsets + self.experts * 8, "gpu"))
-        ptx.exit_if(first >= end)
-        # A group's rows of no pair are read as some token's, and not written.
-        token = vector.max_of(vector.min_of(read, tokens - 1), Int32(0))
-        self.copy(x + Int64(token) * (cells.columns * 2), shared, warp)
-        if const_expr(cells.e4m3):
-            scale = cells.scale(self.copied(shared, warp))
-            if thread % WARP == 0:
-                found[warp] = scale
-                if read >= 0:
-                    vector.scalar(scales + Int64(first + warp) * 4, Float32)[0] = scale
-        cute.arch.sync_threads()
-        if written >= 0:
-            target = groups + Int64(group) * (cells.cells * ROW_GROUP * CELL_BYTES) + thread * CELL_BYTES
-            for step in range_constexpr(cells.steps):
-                words = self.cell(shared, row, thread // ROW_GROUP + step * WARP)
-                if const_expr(cells.e4m3):
-                    words = cells.quantised(words, found[row])
-                if thread // ROW_GROUP + step * WARP < cells.cells:
-                    vector.store_words(target + step * STEP_BYTES, words, Uint32, CELL_BYTES)
-
-    def source(self, sources: Any, slot: Any) -> Any:
-        return Int32(ptx.load_relaxed(sources + Int64(slot) * 4, "gpu"))
-
-    def copy(self, source: Any, shared: Any, row: Any) -> None:
-        """A warp's row, the last cell in place of any beyond; each lane awaits its own copies."""
-        lane, last = cute.arch.thread_idx()[0] % WARP, self.cells.cells * self.cells.vectors - 1
-        for step in range(self.copies):
-            held = vector.min_of(lane + step * WARP, Int32(last))
-            target = self.place(shared, row, lane) + step * STEP_BYTES
-            copy_async(target, source + Int64(held) * CELL_BYTES, CELL_BYTES, CELL_BYTES)
-        commit_copies()
-        await_copies(0)
-
-    def copied(self, shared: Any, row: Any) -> list[Any]:
-        """What this lane has copied."""
-        own, words = self.place(shared, row, cute.arch.thread_idx()[0] % WARP), []
-        for step in range(self.copies):
-            words += load_shared_16b(own + step * STEP_BYTES)
-        return words
-
-    def cell(self, shared: Any, row: Any, number: Any) -> list[Any]:
-        """A cell of a row, as words of bf16."""
-        words = []
-        for i in range(self.cells.vectors):
-            words += load_shared_16b(self.place(shared, row, number * self.cells.vectors + i))
-        return words
-
-    def place(self, shared: Any, row: Any, cell: Any) -> Any:
-        return shared + (cell * ROW_GROUP + (row ^ (cell % ROW_GROUP))) * CELL_BYTES
+        token = vector.scalar(sources + Int64(slot) * 4, Int32)[0]
+        end = vector.scalar(offsets + self.experts * 8, Int64)[0]
+        # A group's rows of no pair stay as they are.
+        ptx.exit_if((group * ROW_GROUP >= Int32(end)) | (token < 0) | (token >= tokens))
+        source = rows + Int64(token) * (cells * CELL_BYTES)
+        target = groups + Int64(group) * (cells * ROW_GROUP * CELL_BYTES) + thread * CELL_BYTES
+        steps = -(-cells // WARP)
+        places = [vector.min_of(cell + step * WARP, Int32(cells - 1)) for step in range(steps)]
+        words = [vector.load(source + Int64(at) * CELL_BYTES, Uint32, 4, CELL_BYTES) for at in places]
+        if const_expr(self.cells.e4m3):
+            scale = vector.scalar(scales + Int64(token) * 4, Float32)[0]
+            if cell == 0:
+                vector.scalar(group_scales + Int64(slot) * 4, Float32)[0] = scale
+        for step in range_constexpr(steps):
+            there = (step + 1) * WARP <= cells or cell + step * WARP < cells
+            vector.store_if(Boolean(there), target + step * STEP_BYTES, words[step], Uint32, 4, CELL_BYTES)
