@@ -164,6 +164,14 @@ class GroupedExpertGemm(jit.Kernel):
         return [self.load_beside(shared, stage, own + half * (BIAS_BYTES // 2)) for half in range(2)]
 
     @cute.jit
+    def after_step(self, step: Int32, stage: Int32, parity: Int32) -> tuple[Int32, Int32]:
+        """The stage and parity that come after an item's step; the same again after its last."""
+        following, next_parity = next_stage(stage, parity, self.tiling.stages)
+        if step == self.tiling.steps - 1:
+            following, next_parity = stage, parity
+        return following, next_parity
+
+    @cute.jit
     def after_item(self, stage: Int32, parity: Int32) -> tuple[Int32, Int32]:
         """The stage and parity that come after an item's."""
         steps, stages = self.tiling.steps, self.tiling.stages
