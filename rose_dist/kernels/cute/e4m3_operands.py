@@ -8,7 +8,7 @@ from rose_dist.kernels import ptx, vector
 from rose_dist.kernels.dsl import Int32, Uint32
 from rose_dist.kernels.mxfp4 import SCALE_NAN
 from rose_dist.kernels.mxfp4_e4m3 import FACTOR_BIAS, SPAN
-from rose_dist.kernels.warp_matrix import add_byte, merge, permute, permute_by, rotate_left, upper_half
+from rose_dist.kernels.warp_matrix import add_byte, merge, permute, permute_by, upper_half
 
 _LOW, _HIGH = 0x14100800, 0x24201C18
 """e4m3 of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, each times 2^-5: the least scale with which all of them are normal."""
@@ -36,7 +36,7 @@ def decode_e4m3(word: Any, low: Any, high: Any) -> tuple[Any, Any]:
     places = permute(word, others, 0x6420) & Uint32(0x77777777)
     first, second = permute_by(low, high, places), permute_by(low, high, upper_half(places))
     first |= merge(by_two, word << Uint32(2), 0x00FF00FF) & Uint32(0x80808080)
-    second |= merge(rotate_left(word, 20), word, 0x00FF00FF) & Uint32(0x80808080)
+    second |= permute(word << Uint32(4), word, 0x7052) & Uint32(0x80808080)
     return first, second
 
 

@@ -15,6 +15,38 @@ from rose_dist.kernels.warpgroup_tiling import BIAS_BYTES, ROW_GROUP, WARPGROUP,
 
 
 @dataclass(frozen=True)
+class Items:
+    """An item is a segment's rows of x times as many of `tiles` tile rows as a block takes at once, `warps`.
+
+    Those of all segments that are that many come first, then what is left: blocks, which take every so manieth item,
+    then have about the same work.
+    """
+
+    segments: Any
+    tiles: int
+    warps: int
+
+    @property
+    def whole(self) -> int:
+        """Of a segment."""
+        return self.tiles // self.warps
+
+    @property
+    def number(self) -> Any:
+        return self.segments * -(-self.tiles // self.warps)
+
+    def find(self, item: Any) -> tuple[Any, Any]:
+        """The segment and the first tile row of an item."""
+        if self.whole == 0:
+            return item, Int32(0)
+        if self.tiles % self.warps == 0:
+            return item // self.whole, item % self.whole * self.warps
+        beyond = item - self.segments * self.whole
+        segment = vector.select(beyond < 0, item // self.whole, beyond)
+        return segment, vector.select(beyond < 0, item % self.whole, Int32(self.whole)) * self.warps
+
+
+@dataclass(frozen=True)
 class Feeder:
     """The feeding warps: each copies every fourth tile row and group of 8 rows of x, a lane each. A warp's lanes
     issue their copies one after the other, some ten dependent instructions each: hence a whole warpgroup.
@@ -39,21 +71,38 @@ class Feeder:
     @cute.jit
     def run(
         self, shared: Int32, weights: Int64, tops: Int64, bias: Int64, x: Int64, scales: Int64,
-        segments: list[cute.Tensor], items: Int32, feeder: Int32,
+        segments: list[cute.Tensor], items: Items, feeder: Int32,
     ) -> None:  # fmt: skip
-        """Feeding warp number `feeder`, all of its block's items. Addresses as in `GroupedExpertGemm`."""
+        """Feeding warp number `feeder`, all of its block's items. Addresses as in `GroupedExpertGemm`.
+
+        Of the first stages weights are under way before what writes `x` is complete.
+        """
         tiling = self.tiling
-        groups = -(-self.tiles // tiling.warps)
         own = cute.arch.thread_idx()[0] % WARP * WARPGROUP + feeder
+        group = own - tiling.warps
+        size, group_size = Int32(tiling.tile_row_bytes), Int32(tiling.group_bytes)
+        first = cute.arch.block_idx()[0]
+        ahead = Int32(0)
+        if first < items.number:
+            ahead = Int32(min(tiling.stages, tiling.steps))
+            segment, tile = items.find(first)
+            here = vector.min_of(Int32(tiling.warps), self.tiles - tile)
+            source = weights + (Int64(segments[0][segment]) * self.tiles + tile + own) * (tiling.columns * TILE_BYTES)
+            for step in range(ahead):
+                if own < here:
+                    target = shared + tiling.ring_offset + step * tiling.stage_bytes + tiling.x_bytes + own * size
+                    ptx.stream_to_shared(target, source, size, barrier(shared, step).toint())
+                source += tiling.tile_row_bytes
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         # A fresh barrier lets a wait for the phase before its first one pass.
         stage, parity = Int32(0), Int32(1)
-        for item in range(cute.arch.block_idx()[0], items, cute.arch.grid_dim()[0]):
-            expert, start, count = [values[item // groups] for values in segments[:3]]
-            tile = item % groups * tiling.warps
+        for item in range(first, items.number, cute.arch.grid_dim()[0]):
+            segment, tile = items.find(item)
+            expert, start, count = [values[segment] for values in segments[:3]]
             here = vector.min_of(Int32(tiling.warps), self.tiles - tile)
             row_groups = (count + (ROW_GROUP - 1)) // ROW_GROUP
             place = Int64(expert) * self.tiles + tile
-            group = own - tiling.warps
             source = weights + (place + own) * (tiling.columns * TILE_BYTES)
             row = x + (Int64(start) + group * ROW_GROUP) * (tiling.columns * tiling.block_bytes)
             expected = self.shared_out(here, feeder) * tiling.tile_row_bytes
@@ -63,14 +112,13 @@ class Feeder:
                 target, full = shared + tiling.ring_offset + stage * tiling.stage_bytes, barrier(shared, stage)
                 self.announce(full, step, expected, here, row_groups, bias, scales, feeder)
                 cute.arch.sync_warp()
-                if own < here:
-                    size = Int32(tiling.tile_row_bytes)
+                if (own < here) & (ahead <= 0):
                     ptx.stream_to_shared(target + tiling.x_bytes + own * size, source, size, full.toint())
                 if (group >= 0) & (group < row_groups):
-                    size = Int32(tiling.group_bytes)
-                    ptx.copy_to_shared(target + group * size, row, size, full.toint())
+                    ptx.copy_to_shared(target + group * group_size, row, group_size, full.toint())
                 if feeder == 0:
                     self.copy_beside(target, step, place, start, here, row_groups, tops, bias, scales, full)
+                ahead -= 1
                 source += tiling.tile_row_bytes
                 row += tiling.group_bytes
                 stage, parity = next_stage(stage, parity, tiling.stages)

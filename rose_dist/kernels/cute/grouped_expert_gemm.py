@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rose_dist.kernels import jit, vector
-from rose_dist.kernels.cute.expert_feeder import Feeder
+from rose_dist.kernels.cute.expert_feeder import Feeder, Items
 from rose_dist.kernels.cute.expert_segments import list_even_segments, load_experts, load_factors
 from rose_dist.kernels.cute.expert_slots import scan_starts, shared_integers
 from rose_dist.kernels.cute.mxfp4_operands import barrier, load_shared, next_stage, wait
@@ -37,6 +37,8 @@ class GroupedExpertGemm(jit.Kernel):
     neighbouring items, and so share weights and rows in L2. Weights are decoded into the left operand, rows of x stand
     in shared memory as they came.
 
+    Before its dependency wait a block reads weights, counts and offsets: these the launch before had waited for itself.
+
     experts, tiles: of the matrices; a tile is 32 rows.
     gated: the first layer, whose results are in groups; else the second, whose are rows.
     """
@@ -60,11 +62,6 @@ class GroupedExpertGemm(jit.Kernel):
         )  # fmt: skip
 
     @property
-    def groups(self) -> int:
-        """Items that a segment needs."""
-        return -(-self.tiles // self.tiling.warps)
-
-    @property
     def feeder(self) -> Feeder:
         return Feeder(self.tiles, self.tiling)
 
@@ -82,18 +79,19 @@ class GroupedExpertGemm(jit.Kernel):
             arrivals = vector.select(thread < tiling.stages, Int32(WARPGROUP), Int32(tiling.warps))
             cute.arch.mbarrier_init(barrier(shared, thread), arrivals)
         cute.arch.mbarrier_init_fence()
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
         factors = load_factors([rescale], self.experts, tiling.threads)
         mine = load_experts(counts, offsets, factors, self.experts, tiling.threads)
         self.find_groups(mine, grouped, away)
         mine = [(e, count, grouped[vector.min_of(e, Int32(self.experts - 1))], f) for e, count, _, f in mine]
-        items = list_even_segments(mine, segments, tiling.rows, self.experts, tiling.threads, ROW_GROUP) * self.groups
+        listed = list_even_segments(mine, segments, tiling.rows, self.experts, tiling.threads, ROW_GROUP)
+        items = Items(listed, self.tiles, tiling.warps)
         warp = cute.arch.make_warp_uniform(thread // WARP)
         if warp >= tiling.warps:
             cute.arch.setmaxregister_decrease(tiling.registers[0])
             self.feeder.run(shared, weights, tops, bias, x, scales, segments, items, warp - tiling.warps)
         else:
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
             cute.arch.setmaxregister_increase(tiling.registers[1])
             self.compute(shared, bias, out, alpha, limit, segments, away, items, warp)
 
@@ -113,14 +111,14 @@ class GroupedExpertGemm(jit.Kernel):
     @cute.jit
     def compute(
         self, shared: Int32, bias: Int64, out: Int64, alpha: Float32, limit: Float32, segments: list[cute.Tensor],
-        away: cute.Tensor, items: Int32, warp: Int32,
+        away: cute.Tensor, items: Items, warp: Int32,
     ) -> None:  # fmt: skip
         """A computing warp: one tile row of each item. One without does the last one's again, and writes nothing."""
         tiling = self.tiling
         stage, parity = Int32(0), Int32(0)
-        for item in range(cute.arch.block_idx()[0], items, cute.arch.grid_dim()[0]):
-            segment, group = item // self.groups, item % self.groups
-            tile = group * tiling.warps + warp
+        for item in range(cute.arch.block_idx()[0], items.number, cute.arch.grid_dim()[0]):
+            segment, tile = items.find(item)
+            tile += warp
             if tile - warp % WARPGROUP < self.tiles:
                 rows = [values[segment] for values in segments]
                 rows[0] = away[rows[0]]
@@ -162,6 +160,14 @@ class GroupedExpertGemm(jit.Kernel):
         """Of this lane's pairs of matrix rows, a word each, from an item's last stage."""
         own = self.tiling.bias_offset + place * BIAS_BYTES + cute.arch.thread_idx()[0] % WARP // 4 * 4
         return [self.load_beside(shared, stage, own + half * (BIAS_BYTES // 2)) for half in range(2)]
+
+    @cute.jit
+    def after_step(self, step: Int32, stage: Int32, parity: Int32) -> tuple[Int32, Int32]:
+        """The stage and parity that come after an item's step; the same again after its last."""
+        following, next_parity = next_stage(stage, parity, self.tiling.stages)
+        if step == self.tiling.steps - 1:
+            following, next_parity = stage, parity
+        return following, next_parity
 
     @cute.jit
     def after_item(self, stage: Int32, parity: Int32) -> tuple[Int32, Int32]:

@@ -91,63 +91,59 @@ class E4m3ExpertGemm(GroupedExpertGemm):
         which is still to be freed. Why a turn begins in the middle: `WarpgroupExpertGemm.accumulate`.
         """
         tiling = self.tiling
-        codes = cute.make_rmem_tensor(5 * tiling.step_columns, Uint32)
-        left = cute.make_rmem_tensor(4, Uint32)
-        self.load_codes(shared, stage, place, codes)
-        self.decode_half(codes, 0, firsts, left)
-        before = stage
+        codes = cute.make_rmem_tensor(5, Uint32)
+        left = cute.make_rmem_tensor(8, Uint32)
+        self.load_codes(shared, stage, place, 0, codes)
+        self.decode(codes, firsts, left)
+        before, last = stage, tiling.step_columns - 1
         for step in range(tiling.steps):
             ring = shared + tiling.ring_offset + stage * tiling.stage_bytes
-            for i in range_constexpr(2 * tiling.step_columns):
-                self.multiply(ring, i, left, sums, width)
-                await_products(1)
-                if const_expr(i + 1 < 2 * tiling.step_columns):
-                    self.decode_half(codes, i + 1, firsts, left)
-                else:
-                    before = stage
-                    stage, parity = next_stage(stage, parity, tiling.stages)
-                    if step + 1 < tiling.steps:
-                        wait(barrier(shared, stage), parity)
-                        self.load_codes(shared, stage, place, codes)
-                    self.decode_half(codes, 0, firsts, left)
-                if const_expr(i == 0):
+            following, next_parity = self.after_step(step, stage, parity)
+            for block in range_constexpr(tiling.step_columns):
+                if const_expr(block < last):
+                    self.load_codes(shared, stage, place, block + 1, codes)
+                self.multiply(ring, block, left, sums, width)
+                if const_expr(block == last):
+                    wait(barrier(shared, following), next_parity)
+                    self.load_codes(shared, following, place, 0, codes)
+                await_products(min(last, 1))
+                if const_expr(block == 0):
                     if step > 0:
                         self.release(shared, before)
+                self.decode(codes, firsts, left)
+            before, stage, parity = stage, following, next_parity
         self.settle(sums, width)
         return before
 
-    def load_codes(self, shared: Any, stage: Any, place: Any, codes: Any) -> None:
-        """A stage's codes and scales, 5 words a block."""
+    def load_codes(self, shared: Any, stage: Any, place: Any, block: int, codes: Any) -> None:
+        """A scale block's codes and scales, 5 words."""
         tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
         weights = shared + tiling.ring_offset + tiling.x_bytes + stage * tiling.stage_bytes
-        weights += place * tiling.tile_row_bytes
-        for block in range(tiling.step_columns):
-            words = load_shared(weights + block * TILE_BYTES + lane * 16, 4)
-            words += load_shared(weights + block * TILE_BYTES + CODE_BYTES + lane // 4 * 4, 1)
-            for i, word in enumerate(words):
-                codes[5 * block + i] = word
+        weights += place * tiling.tile_row_bytes + block * TILE_BYTES
+        words = load_shared(weights + lane * 16, 4) + load_shared(weights + CODE_BYTES + lane // 4 * 4, 1)
+        for i, word in enumerate(words):
+            codes[i] = word
 
-    def decode_half(self, codes: Any, number: int, firsts: Any, left: Any) -> None:
-        """Half `number` of a stage, 16 rows by a scale block, as the left operand of a product."""
-        block, half = divmod(number, 2)
-        for i in range(2):
-            row = 2 * half + i
-            table = magnitudes(codes[5 * block + 4], row, firsts[row])
-            left[i], left[2 + i] = decode_e4m3(codes[5 * block + row], *table)
+    def decode(self, codes: Any, firsts: Any, left: Any) -> None:
+        """32 rows by a scale block, as the left operands of two products."""
+        for row in range(4):
+            half, i = divmod(row, 2)
+            table = magnitudes(codes[4], row, firsts[row])
+            left[4 * half + i], left[4 * half + 2 + i] = decode_e4m3(codes[row], *table)
 
-    def multiply(self, ring: Any, number: int, left: Any, sums: Any, width: int) -> None:
-        """Start the product of a stage's half `number`."""
-        block, half = divmod(number, 2)
-        at = half * (width // 2)
+    def multiply(self, ring: Any, block: int, left: Any, sums: Any, width: int) -> None:
+        """Start the two products of a stage's scale block."""
         fence_products()
         right = descriptor(ring + block * (self.tiling.block_bytes * ROW_GROUP), ROW_GROUP)
-        total = multiply_add_e4m3_async(
-            [sums[at + i] for i in range(width // 2)], [left[i] for i in range(4)], right,
-            self.tiling.cells,
-        )  # fmt: skip
+        for half in range(2):
+            at = half * (width // 2)
+            total = multiply_add_e4m3_async(
+                [sums[at + i] for i in range(width // 2)], [left[4 * half + i] for i in range(4)], right,
+                self.tiling.cells,
+            )  # fmt: skip
+            for i, value in enumerate(total):
+                sums[at + i] = value
         commit_products()
-        for i, value in enumerate(total):
-            sums[at + i] = value
 
     def write_codes(
         self, sums: Any, factors: Any, biases: Any, scales: Any, target: Any, left: Any, alpha: Any, limit: Any,

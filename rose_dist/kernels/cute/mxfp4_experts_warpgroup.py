@@ -118,14 +118,6 @@ class WarpgroupExpertGemm(GroupedExpertGemm):
         self.settle(sums, width)
         return before
 
-    @cute.jit
-    def after_step(self, step: Int32, stage: Int32, parity: Int32) -> tuple[Int32, Int32]:
-        """The stage and parity that come after an item's step; the same again after its last."""
-        following, next_parity = next_stage(stage, parity, self.tiling.stages)
-        if step == self.tiling.steps - 1:
-            following, next_parity = stage, parity
-        return following, next_parity
-
     def load_codes(self, shared: Any, stage: Any, place: Any, block: int, codes: Any) -> None:
         """A scale block's codes and scales, 5 words."""
         tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
