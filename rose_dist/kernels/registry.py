@@ -169,10 +169,13 @@ def _mxfp4_experts(arch: Arch) -> Iterator[Kernel]:
     experts, hidden, intermediate = MXFP4_EXPERTS
     tiles = (2 * intermediate // TILE_ROWS, hidden // TILE_ROWS)
     for shape in EXPERT_SHAPES.variants:
-        first, second = (stream(shape, columns // BLOCK, TILE_BYTES) for columns in (hidden, intermediate))
-        yield ExpertLinear(arch, experts, tiles, first, gated=True)
-        yield ExpertLinear(arch, experts, tiles[:1], first, gated=True)
-        yield ExpertLinear(arch, experts, tiles[1:], second, gated=False)
+        columns = (hidden // BLOCK, intermediate // BLOCK)
+        yield ExpertLinear(arch, experts, tiles, stream(shape, columns, TILE_BYTES), gated=True)
+        yield ExpertLinear(arch, experts, tiles[:1], stream(shape, columns[:1], TILE_BYTES), gated=True)
+        yield ExpertLinear(arch, experts, tiles[1:], stream(shape, columns[1:], TILE_BYTES), gated=False)
+        # Two ranks' halves of each expert.
+        halves = (columns[0], columns[1] // 2)
+        yield ExpertLinear(arch, experts, (tiles[0] // 2, tiles[1]), stream(shape, halves, TILE_BYTES), gated=True)
     for count, columns, gated in ((tiles[0], hidden // BLOCK, True), (tiles[1], intermediate // BLOCK, False)):
         if not arch.hopper:
             yield ExpertGemm(arch, experts, count, gemm(columns, TILE_BYTES), gated)
