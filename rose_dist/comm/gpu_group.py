@@ -6,16 +6,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from rose_dist.comm import all_reduce
 from rose_dist.comm.group import Group
 from rose_dist.comm.symmetric_memory import SymmetricMemory
 from rose_dist.kernels.all_reduce import AllReduce
 from rose_dist.kernels.linear_add import linear_add
-
-_BYTES = (0, 8, 16)
-"""Shifts of the bytes of a number that is broadcast: bf16 holds each exactly."""
 
 
 class GpuGroup:
@@ -56,14 +52,11 @@ class GpuGroup:
         return whole.to(part.dtype) if self.rank == 0 else None
 
     def broadcast(self, tensor: Tensor) -> None:
-        parts = torch.stack([(tensor >> shift) & 255 for shift in _BYTES])
-        if self.rank != 0:
-            parts.zero_()
-        summed = self._sum(parts.view(-1)).view(parts.shape).long()
-        tensor.copy_(sum(row << shift for row, shift in zip(summed, _BYTES, strict=True)))
-
-    def _sum(self, flat: Tensor) -> Tensor:
-        hidden = self.reduce.sizes.hidden
-        rows = pad(flat.to(self.reduce.sizes.dtype), (0, -flat.numel() % hidden)).view(-1, hidden)
+        octets, hidden = tensor.view(torch.uint8), self.reduce.sizes.hidden
+        rows = tensor.new_zeros(-(-tensor.nbytes // hidden), hidden, dtype=self.reduce.sizes.dtype)
+        # bf16 holds the number that a byte is.
+        travelling = rows.view(-1)[: tensor.nbytes]
+        if self.rank == 0:
+            travelling.copy_(octets)
         self.reduce(rows, rows)
-        return rows.view(-1)[: flat.numel()]
+        octets.copy_(travelling)

@@ -24,4 +24,4 @@ class TensorGroup(Protocol):
         """[rows, widths[rank]] of every rank side by side, [rows, Σ widths], on the first rank; None elsewhere."""
 
     def broadcast(self, tensor: Tensor) -> None:
-        """The first rank's int64 [n] values, from 0 to 2²⁴ − 1, into every rank's tensor, in place."""
+        """The first rank's int64 [n] values into every rank's tensor, in place."""
