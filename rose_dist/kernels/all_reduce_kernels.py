@@ -12,6 +12,7 @@ from rose_dist.kernels.linear_add import MAX_ROWS
 
 if TYPE_CHECKING:
     from rose_dist.kernels.all_reduce import Sizes
+    from rose_dist.kernels.cute.all_reduce_norm import CombineReduceNorm
     from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
     from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
     from rose_dist.kernels.cute.linear_reduce import LinearReduce
@@ -34,6 +35,17 @@ def combined(
 
     source = Combine(arch, top_k, sizes.hidden, dtype, out_dtype, bias, False, VECTOR_BYTES)
     return OneShot(arch, sizes.ranks, sizes.hidden, out_dtype, source, accumulate, parts)
+
+
+def combine_norm(
+    arch: Arch, sizes: Sizes, dtype: torch.dtype, top_k: int, tokens: int
+) -> CombineReduceNorm | None:  # fmt: skip
+    """For few tokens that a combine of rows of `dtype` makes, and the norm behind; None: too many, or too long."""
+    from rose_dist.kernels.cute.all_reduce_norm import CombineReduceNorm  # noqa: PLC0415 - it loads the compiler
+
+    parts = sizes.parts(tokens, torch.float32)
+    shot = combined(arch, sizes, dtype, top_k, sizes.dtype, parts, accumulate=True)
+    return CombineReduceNorm(arch, shot) if tokens * parts <= sizes.sms and shot.turns == 1 else None
 
 
 def two_shot(arch: Arch, sizes: Sizes, dtype: torch.dtype) -> TwoShot:

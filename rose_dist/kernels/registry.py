@@ -11,6 +11,7 @@ from rose_dist.kernels import launch, probe
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.attention_tiling import heads_together
 from rose_dist.kernels.cute.all_reduce_multicast import Multicast
+from rose_dist.kernels.cute.all_reduce_norm import CombineReduceNorm
 from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
 from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
 from rose_dist.kernels.cute.attention_sinks import ApplySinks
@@ -219,6 +220,7 @@ def _all_reduces(arch: Arch) -> Iterator[Kernel]:
             yield OneShot(arch, ranks, hidden, bf16, parts=parts)
             for accumulate in (False, True):
                 yield OneShot(arch, ranks, hidden, bf16, source, accumulate, parts)
+        yield CombineReduceNorm(arch, OneShot(arch, ranks, hidden, bf16, source, accumulate=True, parts=8))
     for ranks in (2, 4, 8):
         yield LinearReduce.of(arch, ranks, LINEAR_INPUTS[1] // ranks)
         for dtype in (bf16, torch.float32):
