@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rose_dist.kernels import checks, launch
-from rose_dist.kernels.attention_tiling import TILE, heads_together, is_brief, most_splits
+from rose_dist.kernels.attention_tiling import TILE, gives_way, heads_together, is_brief, most_splits
 
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 16
@@ -114,7 +114,8 @@ def decode(
     if keys.stride(1) != head_dim or is_brief(requests * key_heads, window, device.sms):
         heads = 1
     launcher = cute.launcher(
-        device.arch, q.dtype, keys.dtype, head_dim, heads, group > 8, block_size // TILE, early
+        device.arch, q.dtype, keys.dtype, head_dim, heads, group > 8, block_size // TILE, early,
+        early and gives_way(requests, query_heads * head_dim),
     )  # fmt: skip
     splits = workspace.partials.shape[2]
     if window is not None:

@@ -154,6 +154,7 @@ def _attention(arch: Arch) -> Iterator[Kernel]:
                     heads = heads_together(requests, 8, head_dim, cache.itemsize, wide_group=wide)
                     yield DecodeAttention(arch, dtype, cache, head_dim, heads, wide, block_tiles=1, early=True)
     yield DecodeAttention(arch, dtype, dtype, 64, heads=2, wide_group=False, block_tiles=1, early=False)
+    yield DecodeAttention(arch, dtype, dtype, 64, 1, wide_group=False, block_tiles=1, early=True, gives_way=True)
 
 
 def _prefill_attention(arch: Arch) -> Iterator[Kernel]:

@@ -104,7 +104,9 @@ def on_gpu(model: GptOssForCausalLM, options: BuildOptions, reduce: AllReduce, p
 def test_a_decode_step_of_two_ranks_is_that_of_one(ep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts sliced, and spread by a placement that is not the first one."""
     torch.manual_seed(1)  # with others a token may lie so near two experts that roundings decide
-    write_random_checkpoint(CONFIG | {"num_experts": 32}, tmp_path)
+    # An expert, or half of one, has as many columns in one layer as in the other, so that both go in one launch.
+    changed = {"num_experts": 32, "intermediate_size": 2 // ep * CONFIG["hidden_size"]}
+    write_random_checkpoint(CONFIG | changed, tmp_path)
     whole = BuildOptions(World.join().groups(Layout.of(1)), 32, BF16, moe_weights="mxfp4")
     plain = ModelRunner(load_model(tmp_path, whole), SIZES)
     for storage in plain.storages:
