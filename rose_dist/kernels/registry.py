@@ -171,12 +171,12 @@ def _mxfp4_experts(arch: Arch) -> Iterator[Kernel]:
     experts, hidden, intermediate = MXFP4_EXPERTS
     tiles = (2 * intermediate // TILE_ROWS, hidden // TILE_ROWS)
     for shape in EXPERT_SHAPES.variants:
-        columns = (hidden // BLOCK, intermediate // BLOCK)
-        yield ExpertLinear(arch, experts, tiles, stream(shape, columns, TILE_BYTES), gated=True)
-        yield ExpertLinear(arch, experts, tiles[:1], stream(shape, columns[:1], TILE_BYTES), gated=True)
-        yield ExpertLinear(arch, experts, tiles[1:], stream(shape, columns[1:], TILE_BYTES), gated=False)
+        both = (hidden // BLOCK, intermediate // BLOCK)
+        yield ExpertLinear(arch, experts, tiles, stream(shape, both, TILE_BYTES), gated=True)
+        yield ExpertLinear(arch, experts, tiles[:1], stream(shape, both[:1], TILE_BYTES), gated=True)
+        yield ExpertLinear(arch, experts, tiles[1:], stream(shape, both[1:], TILE_BYTES), gated=False)
         # Two ranks' halves of each expert.
-        halves = (columns[0], columns[1] // 2)
+        halves = (both[0], both[1] // 2)
         yield ExpertLinear(arch, experts, (tiles[0] // 2, tiles[1]), stream(shape, halves, TILE_BYTES), gated=True)
     for count, columns, gated in ((tiles[0], hidden // BLOCK, True), (tiles[1], intermediate // BLOCK, False)):
         if not arch.hopper:

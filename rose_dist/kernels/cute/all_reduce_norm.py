@@ -60,29 +60,28 @@ class CombineReduceNorm(jit.Kernel):
         peer0: Int64, peer1: Int64, peer2: Int64, peer3: Int64, peer4: Int64, peer5: Int64, peer6: Int64, peer7: Int64,
         source_bytes: Int64, state: Int64, report: Int64, limit_ns: Int64, rank: Int32, eps: Float32,
     ) -> None:  # fmt: skip
-        shot, combine, dtype = self.shot, self.combine, TYPES[self.shot.dtype]
+        shot, combine, dtype, width = self.shot, self.combine, TYPES[self.shot.dtype], self.shot.dtype.itemsize
+        peers = [peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7][: shot.ranks]
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.cluster_arrive_relaxed()  # from here on others may write this block's squares
-        others, inbox = packets.apart(
-            [peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7][: shot.ranks], rank
-        )  # fmt: skip
+        others, inbox = packets.apart(peers, rank)
         thread, part = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         token, first = part // self.blocks, part % self.blocks * shot.width
-        staged = cute.make_tensor(
-            cute.arch.alloc_smem(Float32, shot.width, alignment=16), cute.make_layout(shot.width)
-        )  # fmt: skip
+        memory = cute.arch.alloc_smem(Float32, shot.width, alignment=16)
+        staged = cute.make_tensor(memory, cute.make_layout(shot.width))
         squares = cute.arch.alloc_smem(Float32, self.blocks, alignment=16)
         packet = vector.min_of(thread, Int32(shot.part_packets - 1))
-        elements = [shot.place(packet, i) for i in range(PACKET_WORDS)]
+        here = range(PACKET_WORDS)
+        elements = [shot.place(packet, i) for i in here]
+        valid = [Boolean((thread < shot.part_packets) & (packet * PACKET_WORDS + i < shot.words)) for i in here]
+        scales = [shot.load(scale + Int64(first + at) * width)[0] for at in elements]
         # Threads beyond the part must not read what another one may have written already.
-        valid = [Boolean((thread < shot.part_packets) & (packet * PACKET_WORDS + i < shot.words)) for i in range(3)]
-        scales = [shot.load(scale + Int64(first + at) * (dtype.width // 8))[0] for at in elements]
-        before = [
-            shot.load(vector.select(ok, shot.address(residual, part, at), scale))[0]
-            for ok, at in zip(valid, elements, strict=True)
+        places = [
+            vector.select(ok, shot.address(residual, part, at), scale) for ok, at in zip(valid, elements, strict=True)
         ]
-        places = Int64(token) * (combine.top_k * 4)
-        pairs = [combine.pair(slots + places, weights + places, j) for j in range(combine.top_k)]
+        before = [shot.load(place)[0] for place in places]
+        chosen = Int64(token) * (combine.top_k * 4)
+        pairs = [combine.pair(slots + chosen, weights + chosen, j) for j in range(combine.top_k)]
         epoch = packets.current_epoch(state)
         half = Int64(epoch & Uint32(1)) * shot.ranks * source_bytes
         cute.arch.griddepcontrol_wait()
@@ -104,7 +103,7 @@ class CombineReduceNorm(jit.Kernel):
         inverse = cute.math.rsqrt(self.sum_of_row(total, squares) * Float32(1.0 / shot.hidden) + eps)
         for i in range_constexpr(PACKET_WORDS):
             for base, value in ((residual, new[i]), (out, new[i] * inverse * scales[i])):
-                vector.store_scalars_if(valid[i], shot.address(base, part, elements[i]), [value], dtype, dtype.width // 8)
+                vector.store_scalars_if(valid[i], shot.address(base, part, elements[i]), [value], dtype, width)
         packets.finish_epoch(state, part == 0, cute.arch.grid_dim()[0], Boolean(True))
 
     @property

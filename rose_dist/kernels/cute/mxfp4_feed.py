@@ -10,7 +10,6 @@ from rose_dist.kernels.cute.look_ahead import look_ahead
 from rose_dist.kernels.cute.mxfp4_operands import barrier, next_stage, wait
 from rose_dist.kernels.cute.phase_barrier import arrive
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, const_expr, cute, range_constexpr
-from rose_dist.kernels.mxfp4_layout import TILE_BYTES
 from rose_dist.kernels.stream_tiling import LAYERS_STAGE, StreamTiling
 from rose_dist.kernels.variants import WARP
 
