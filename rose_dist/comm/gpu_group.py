@@ -15,23 +15,18 @@ from rose_dist.kernels.linear_add import linear_add
 
 
 class GpuGroup:
-    """`TensorGroup` on GPUs. What is gathered or broadcast is zero elsewhere, and summed: exact, as long as the values
-    have the all-reduce's dtype.
-    """
+    """`TensorGroup` on GPUs."""
 
     def __init__(self, group: Group, reduce: AllReduce) -> None:
         self.rank, self.size = group.rank, group.size
         self.reduce = reduce
 
     @classmethod
-    def create(
-        cls, group: Group, device: torch.device, *, hidden: int, dtype: torch.dtype, max_rows: int, max_elements: int
-    ) -> GpuGroup:
-        """Collective over `group`. For sums of up to `max_rows` rows of `hidden`, and for gathering `max_elements`."""
-        rows = max(max_rows, -(-max_elements // hidden))
-        size = all_reduce.region_bytes(group.size, hidden=hidden, dtype=dtype, max_rows=rows)
+    def create(cls, group: Group, device: torch.device, *, hidden: int, dtype: torch.dtype, max_rows: int) -> GpuGroup:
+        """Collective over `group`. For sums of up to `max_rows` rows of `hidden`."""
+        size = all_reduce.region_bytes(group.size, hidden=hidden, dtype=dtype, max_rows=max_rows)
         memory = SymmetricMemory(group, device, size)
-        return cls(group, all_reduce.create(memory, hidden=hidden, dtype=dtype, max_rows=rows))
+        return cls(group, all_reduce.create(memory, hidden=hidden, dtype=dtype, max_rows=max_rows))
 
     def all_reduce(self, tensor: Tensor) -> None:
         self.reduce(tensor, tensor)
@@ -43,13 +38,7 @@ class GpuGroup:
             self.reduce.add(linear_add(x, weight, bias, None), residual)
 
     def gather_columns(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
-        start, dtype, hidden = sum(widths[: self.rank]), self.reduce.sizes.dtype, self.reduce.sizes.hidden
-        count = part.shape[0] * sum(widths)
-        rows = part.new_zeros(-(-count // hidden), hidden, dtype=dtype)
-        whole = rows.view(-1)[:count].view(part.shape[0], sum(widths))
-        whole[:, start : start + widths[self.rank]] = part
-        self.reduce(rows, rows)
-        return whole.to(part.dtype) if self.rank == 0 else None
+        return self.reduce.gather_columns(part, sum(widths))
 
     def broadcast(self, tensor: Tensor) -> None:
         octets, hidden = tensor.view(torch.uint8), self.reduce.sizes.hidden

@@ -14,6 +14,7 @@ from rose_dist.kernels.all_reduce_kernels import (
     combine_kernels,
     combine_norm,
     combined,
+    gather_columns,
     linear_reduce,
     one_shot,
     two_shot,
@@ -22,7 +23,15 @@ from rose_dist.kernels.all_reduce_kernels import (
 from rose_dist.kernels.combine_norm import check as check_combine_norm
 from rose_dist.kernels.linear_shapes import LINEAR_OUTPUTS, REDUCED_PER_SM
 from rose_dist.kernels.moe_dispatch import LIMIT_NS
-from rose_dist.kernels.peer_regions import MAX_BLOCKS, MAX_RANKS, MAX_ROUNDS, PACKET_BYTES, PACKET_WORDS, STAGES
+from rose_dist.kernels.peer_regions import (
+    MAX_BLOCKS,
+    MAX_RANKS,
+    MAX_ROUNDS,
+    PACKET_BYTES,
+    PACKET_VALUES,
+    PACKET_WORDS,
+    STAGES,
+)
 from rose_dist.kernels.rms_norm import rms_norm
 from rose_dist.kernels.variants import WARP
 
@@ -191,6 +200,23 @@ class AllReduce:
                 _load(linear_reduce(self._arch, self.sizes, weight.shape[1])), residual, x, x.stride(0), weight, bias,
                 residual, *self._inboxes, self.sizes.source_bytes, *self._tail, rows, weight.shape[0],
             )  # fmt: skip
+
+    def gather_columns(self, part: Tensor, columns: int) -> Tensor | None:
+        """fp32 [rows, columns] on the first rank, None on the others: every rank's `part`, fp32 [rows, its share of the
+        columns as by `even_split`], side by side, in the precision of bf16, which is what travels.
+        """
+        share = columns // self.sizes.ranks + (self.rank < columns % self.sizes.ranks)
+        checks.shape("part", part, None, share)
+        checks.dtype("part", part, torch.float32)
+        checks.dense("part", part, 4)
+        rows, most = part.shape[0], self.sizes.source_bytes // PACKET_BYTES - 1
+        out = None if self.rank else torch.empty(rows, columns, dtype=part.dtype, device=part.device)
+        for first in range(0, -(-rows * -(-columns // self.sizes.ranks) // PACKET_VALUES), most):
+            launch.run(
+                _load(gather_columns(self._arch, self.sizes)), part, part, out, rows, columns, first, most,
+                *self._inboxes, self.sizes.source_bytes, *self._tail, self.sizes.sms,
+            )  # fmt: skip
+        return out
 
     def combine(
         self, expert_rows: Tensor, slots: Tensor, weights: Tensor, out: Tensor, *, tokens: int,

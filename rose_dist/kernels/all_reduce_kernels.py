@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rose_dist.kernels.cute.all_reduce_norm import CombineReduceNorm
     from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
     from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
+    from rose_dist.kernels.cute.gather_columns import GatherColumns
     from rose_dist.kernels.cute.linear_reduce import LinearReduce
 
 
@@ -55,6 +56,13 @@ def two_shot(arch: Arch, sizes: Sizes, dtype: torch.dtype) -> TwoShot:
     return TwoShot.of(arch, sizes.ranks, dtype)
 
 
+def gather_columns(arch: Arch, sizes: Sizes) -> GatherColumns:
+    """For logits."""
+    from rose_dist.kernels.cute.gather_columns import GatherColumns  # noqa: PLC0415 - it loads the compiler
+
+    return GatherColumns(arch, sizes.ranks)
+
+
 def linear_reduce(arch: Arch, sizes: Sizes, inputs: int) -> LinearReduce:
     """For few rows that a linear layer of so many inputs makes."""
     from rose_dist.kernels.cute.linear_reduce import LinearReduce  # noqa: PLC0415 - it loads the compiler
@@ -68,6 +76,7 @@ def usual_kernels(arch: Arch, sizes: Sizes) -> list[jit.Kernel]:
     kernels: list[jit.Kernel] = [one_shot(arch, sizes, sizes.parts(rows, sizes.dtype)) for rows in plain]
     kernels += [one_shot(arch, sizes, sizes.parts(rows, sizes.dtype), accumulate=True) for rows in few]
     kernels += [two_shot(arch, sizes, dtype) for dtype in (sizes.dtype, torch.float32)]
+    kernels.append(gather_columns(arch, sizes))
     return list(dict.fromkeys(kernels))
 
 

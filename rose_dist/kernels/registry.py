@@ -21,6 +21,7 @@ from rose_dist.kernels.cute.exchange_combine import ExchangeCombine
 from rose_dist.kernels.cute.exchange_dispatch import ExchangeDispatch
 from rose_dist.kernels.cute.exchange_rows import CombineRows, DispatchRows
 from rose_dist.kernels.cute.expert_map import MapExperts
+from rose_dist.kernels.cute.gather_columns import GatherColumns
 from rose_dist.kernels.cute.host_copy import CopyWords
 from rose_dist.kernels.cute.linear_add import LinearAdd
 from rose_dist.kernels.cute.linear_reduce import LinearReduce
@@ -224,6 +225,7 @@ def _all_reduces(arch: Arch) -> Iterator[Kernel]:
         yield CombineReduceNorm(arch, OneShot(arch, ranks, hidden, bf16, source, accumulate=True, parts=8))
     for ranks in (2, 4, 8):
         yield LinearReduce.of(arch, ranks, LINEAR_INPUTS[1] // ranks)
+        yield GatherColumns(arch, ranks)
         for dtype in (bf16, torch.float32):
             yield TwoShot.of(arch, ranks, dtype)
         yield Multicast(arch, ranks)

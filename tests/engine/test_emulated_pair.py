@@ -18,7 +18,7 @@ from rose_dist.comm.all_to_all.tensor_parallel import TensorParallel
 from rose_dist.comm.expert_placement import Placement
 from rose_dist.comm.gpu_group import GpuGroup
 from rose_dist.comm.group import Group
-from rose_dist.comm.layout import Layout
+from rose_dist.comm.layout import Layout, even_split
 from rose_dist.comm.topology import Topology
 from rose_dist.comm.world import Groups, World
 from rose_dist.engine import decode_batch
@@ -161,19 +161,26 @@ def test_a_decode_step_of_two_ranks_is_that_of_one(ep: int, tmp_path: Path, monk
     assert all(sum(load) == 2 * CONFIG["experts_per_token"] for load in loads[0])
 
 
-def test_columns_are_gathered_on_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = Sizes(2, 64, BF16, 8, SMS)
+@pytest.mark.parametrize(("ranks", "rows", "columns"), [(2, 1, 50), (2, 3, 101), (3, 5, 64), (3, 1, 7)])
+def test_columns_are_gathered_on_the_first_rank(
+    ranks: int, rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several exchanges where inboxes are small, and twice."""
+    sizes = Sizes(ranks, 8, BF16, 1, SMS)
     emulated(monkeypatch, "sm_90a")
-    cluster = Cluster(2, sizes.region_bytes, monkeypatch)
+    cluster = Cluster(ranks, sizes.region_bytes, monkeypatch)
     place, found = resident(Resident(cluster), monkeypatch), []
-    parts = [torch.randn(3, 30).to(BF16), torch.randn(3, 20).to(BF16)]
-    for rank, part in enumerate(parts):
+    widths = [len(even_split(columns, ranks, rank)) for rank in range(ranks)]
+    wholes = torch.randn(2, rows, columns)
+    for rank in range(ranks):
         with cluster.on(rank):
-            reduce = AllReduce(sizes, DEVICE, rank, tuple(cluster.peers.addresses[:2]))
-            found.append(GpuGroup(OneOf(rank, 2), reduce).gather_columns(place(part), [30, 20]))
-    cluster.peers.run()
-    assert found[1] is None
-    assert torch.equal(found[0].as_subclass(torch.Tensor), torch.cat(parts, 1))
+            group = GpuGroup(OneOf(rank, ranks), AllReduce(sizes, DEVICE, rank, tuple(cluster.peers.addresses[:ranks])))
+            parts = [whole.split(widths, 1)[rank].contiguous() for whole in wholes]
+            found.append([group.gather_columns(place(part), widths) for part in parts])
+    cluster.peers.run(seed=columns, gang_warps=1)
+    assert found[1:] == [[None, None]] * (ranks - 1)
+    for got, whole in zip(found[0], wholes, strict=True):
+        assert torch.equal(got.as_subclass(torch.Tensor), whole.to(BF16).float())
 
 
 class Summed:
