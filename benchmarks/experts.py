@@ -201,14 +201,14 @@ class Run:
     def layers(self, layer: Layer, x: torch.Tensor, rows: ExpertRows) -> None:
         first, second = layer.pair
         if self.variant.shape is not None and self.variant.together:
-            shape = tiling(first.weight, self.variant.shape)
+            shape = tiling(self.variant.shape, first.weight, second.weight)
             launch_both(x, first, self.h, second, self.y, rows, shape, alpha=ALPHA, limit=LIMIT)
             return
         if self.variant.shape is None:
             self.y = expert_mlp(x, first, second, replace(rows, most=EXPERT_GEMM_ROWS), limit=LIMIT)
             return
         for (weight, bias), source, out, gated in ((first, x, self.h, True), (second, self.h, self.y, False)):
-            shape = tiling(weight, self.variant.shape)
+            shape = tiling(self.variant.shape, weight)
             launch_one(source, weight, bias, rows, out, shape, gated=gated, alpha=ALPHA, limit=LIMIT)
 
     def alone(self, layer: Layer) -> None:

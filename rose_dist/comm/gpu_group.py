@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from rose_dist.comm import all_reduce
 from rose_dist.comm.group import Group
@@ -14,28 +13,20 @@ from rose_dist.comm.symmetric_memory import SymmetricMemory
 from rose_dist.kernels.all_reduce import AllReduce
 from rose_dist.kernels.linear_add import linear_add
 
-_BYTES = (0, 8, 16)
-"""Shifts of the bytes of a number that is broadcast: bf16 holds each exactly."""
-
 
 class GpuGroup:
-    """`TensorGroup` on GPUs. What is gathered or broadcast is zero elsewhere, and summed: exact, as long as the values
-    have the all-reduce's dtype.
-    """
+    """`TensorGroup` on GPUs."""
 
     def __init__(self, group: Group, reduce: AllReduce) -> None:
         self.rank, self.size = group.rank, group.size
         self.reduce = reduce
 
     @classmethod
-    def create(
-        cls, group: Group, device: torch.device, *, hidden: int, dtype: torch.dtype, max_rows: int, max_elements: int
-    ) -> GpuGroup:
-        """Collective over `group`. For sums of up to `max_rows` rows of `hidden`, and for gathering `max_elements`."""
-        rows = max(max_rows, -(-max_elements // hidden))
-        size = all_reduce.region_bytes(group.size, hidden=hidden, dtype=dtype, max_rows=rows)
+    def create(cls, group: Group, device: torch.device, *, hidden: int, dtype: torch.dtype, max_rows: int) -> GpuGroup:
+        """Collective over `group`. For sums of up to `max_rows` rows of `hidden`."""
+        size = all_reduce.region_bytes(group.size, hidden=hidden, dtype=dtype, max_rows=max_rows)
         memory = SymmetricMemory(group, device, size)
-        return cls(group, all_reduce.create(memory, hidden=hidden, dtype=dtype, max_rows=rows))
+        return cls(group, all_reduce.create(memory, hidden=hidden, dtype=dtype, max_rows=max_rows))
 
     def all_reduce(self, tensor: Tensor) -> None:
         self.reduce(tensor, tensor)
@@ -47,23 +38,14 @@ class GpuGroup:
             self.reduce.add(linear_add(x, weight, bias, None), residual)
 
     def gather_columns(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
-        start, dtype, hidden = sum(widths[: self.rank]), self.reduce.sizes.dtype, self.reduce.sizes.hidden
-        count = part.shape[0] * sum(widths)
-        rows = part.new_zeros(-(-count // hidden), hidden, dtype=dtype)
-        whole = rows.view(-1)[:count].view(part.shape[0], sum(widths))
-        whole[:, start : start + widths[self.rank]] = part
-        self.reduce(rows, rows)
-        return whole.to(part.dtype) if self.rank == 0 else None
+        return self.reduce.gather_columns(part, sum(widths))
 
     def broadcast(self, tensor: Tensor) -> None:
-        parts = torch.stack([(tensor >> shift) & 255 for shift in _BYTES])
-        if self.rank != 0:
-            parts.zero_()
-        summed = self._sum(parts.view(-1)).view(parts.shape).long()
-        tensor.copy_(sum(row << shift for row, shift in zip(summed, _BYTES, strict=True)))
-
-    def _sum(self, flat: Tensor) -> Tensor:
-        hidden = self.reduce.sizes.hidden
-        rows = pad(flat.to(self.reduce.sizes.dtype), (0, -flat.numel() % hidden)).view(-1, hidden)
+        octets, hidden = tensor.view(torch.uint8), self.reduce.sizes.hidden
+        rows = tensor.new_zeros(-(-tensor.nbytes // hidden), hidden, dtype=self.reduce.sizes.dtype)
+        # bf16 holds the number that a byte is.
+        travelling = rows.view(-1)[: tensor.nbytes]
+        if self.rank == 0:
+            travelling.copy_(octets)
         self.reduce(rows, rows)
-        return rows.view(-1)[: flat.numel()]
+        octets.copy_(travelling)

@@ -21,7 +21,9 @@ class TensorGroup(Protocol):
         """Add the sum of x Wᵀ + b over the ranks to `residual`, in place; sizes as for `kernels.linear_add`."""
 
     def gather_columns(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
-        """[rows, widths[rank]] of every rank side by side, [rows, Σ widths], on the first rank; None elsewhere."""
+        """fp32 [rows, widths[rank]] of every rank side by side, [rows, Σ widths], on the first rank; None elsewhere. The
+        widths are those of `even_split`. GPUs round to bf16.
+        """
 
     def broadcast(self, tensor: Tensor) -> None:
-        """The first rank's int64 [n] values, from 0 to 2²⁴ − 1, into every rank's tensor, in place."""
+        """The first rank's int64 [n] values into every rank's tensor, in place."""

@@ -12,15 +12,27 @@ from torch import Tensor
 from rose_dist.kernels import checks, jit, launch, linear_add, moe_combine, peer_regions
 from rose_dist.kernels.all_reduce_kernels import (
     combine_kernels,
+    combine_norm,
     combined,
+    gather_columns,
     linear_reduce,
     one_shot,
     two_shot,
     usual_kernels,
 )
+from rose_dist.kernels.combine_norm import check as check_combine_norm
 from rose_dist.kernels.linear_shapes import LINEAR_OUTPUTS, REDUCED_PER_SM
 from rose_dist.kernels.moe_dispatch import LIMIT_NS
-from rose_dist.kernels.peer_regions import MAX_BLOCKS, MAX_RANKS, MAX_ROUNDS, PACKET_BYTES, PACKET_WORDS, STAGES
+from rose_dist.kernels.peer_regions import (
+    MAX_BLOCKS,
+    MAX_RANKS,
+    MAX_ROUNDS,
+    PACKET_BYTES,
+    PACKET_VALUES,
+    PACKET_WORDS,
+    STAGES,
+)
+from rose_dist.kernels.rms_norm import rms_norm
 from rose_dist.kernels.variants import WARP
 
 if TYPE_CHECKING:
@@ -191,6 +203,23 @@ class AllReduce:
                 residual, *self._inboxes, self.sizes.source_bytes, *self._tail, rows, weight.shape[0],
             )  # fmt: skip
 
+    def gather_columns(self, part: Tensor, columns: int) -> Tensor | None:
+        """fp32 [rows, columns] on the first rank, None on the others: every rank's `part`, fp32 [rows, its share of the
+        columns as by `even_split`], side by side, in the precision of bf16, which is what travels.
+        """
+        share = columns // self.sizes.ranks + (self.rank < columns % self.sizes.ranks)
+        checks.shape("part", part, None, share)
+        checks.dtype("part", part, torch.float32)
+        checks.dense("part", part, 4)
+        rows, most = part.shape[0], self.sizes.source_bytes // PACKET_BYTES - 1
+        out = None if self.rank else torch.empty(rows, columns, dtype=part.dtype, device=part.device)
+        for first in range(0, -(-rows * -(-columns // self.sizes.ranks) // PACKET_VALUES), most):
+            launch.run(
+                _load(gather_columns(self._arch, self.sizes)), part, part, out, rows, columns, first, most,
+                *self._inboxes, self.sizes.source_bytes, *self._tail, self.sizes.sms,
+            )  # fmt: skip
+        return out
+
     def combine(
         self, expert_rows: Tensor, slots: Tensor, weights: Tensor, out: Tensor, *, tokens: int,
         accumulate: bool = False, ids: Tensor | None = None, bias: Tensor | None = None, first_expert: int = 0,
@@ -219,6 +248,30 @@ class AllReduce:
             )  # fmt: skip
             source = (expert_rows.stride(0), slots, weights, ids, bias, first_expert)
             self._one_shot(kernel, out, expert_rows, live_rows, source, tokens)
+
+    def combine_norm(
+        self, expert_rows: Tensor, slots: Tensor, weights: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, *,
+        live_rows: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Add each token's `combine` over all ranks to `residual`, in place, and normalise that; of few tokens, all of
+        them live, in one launch, to which what `kernels.combine_norm.combine_norm` says of the launches before applies.
+        """
+        tokens, top_k = slots.shape
+        kernel = None
+        if tokens and live_rows is None:
+            kernel = combine_norm(self._arch, self.sizes, expert_rows.dtype, top_k, tokens)
+        if kernel is None:
+            self.combine(
+                expert_rows, slots, weights, residual, tokens=tokens, accumulate=True, live_rows=live_rows
+            )  # fmt: skip
+            return rms_norm(residual, norm_weight, eps)
+        check_combine_norm(expert_rows, slots, weights, residual, norm_weight)
+        out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+        launch.run(
+            _load(kernel), out, expert_rows, expert_rows.stride(0), slots, weights, residual, norm_weight, out,
+            *self._inboxes, self.sizes.source_bytes, *self._tail, tokens, eps,
+        )  # fmt: skip
+        return out
 
     def prepare_combine(self, dtype: torch.dtype, top_k: int, out_dtype: torch.dtype, *, bias: bool = False) -> None:
         """Load kernels, so that a later `combine` may be captured; `bias`: also those for one of `dtype`."""

@@ -12,8 +12,10 @@ from rose_dist.kernels.linear_add import MAX_ROWS
 
 if TYPE_CHECKING:
     from rose_dist.kernels.all_reduce import Sizes
+    from rose_dist.kernels.cute.all_reduce_norm import CombineReduceNorm
     from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
     from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
+    from rose_dist.kernels.cute.gather_columns import GatherColumns
     from rose_dist.kernels.cute.linear_reduce import LinearReduce
 
 
@@ -36,12 +38,30 @@ def combined(
     return OneShot(arch, sizes.ranks, sizes.hidden, out_dtype, source, accumulate, parts)
 
 
+def combine_norm(
+    arch: Arch, sizes: Sizes, dtype: torch.dtype, top_k: int, tokens: int
+) -> CombineReduceNorm | None:  # fmt: skip
+    """For few tokens that a combine of rows of `dtype` makes, and the norm behind; None: too many, or too long."""
+    from rose_dist.kernels.cute.all_reduce_norm import CombineReduceNorm  # noqa: PLC0415 - it loads the compiler
+
+    parts = sizes.parts(tokens, torch.float32)
+    shot = combined(arch, sizes, dtype, top_k, sizes.dtype, parts, accumulate=True)
+    return CombineReduceNorm(arch, shot) if tokens * parts <= sizes.sms and shot.turns == 1 else None
+
+
 def two_shot(arch: Arch, sizes: Sizes, dtype: torch.dtype, *, bulk: bool = True) -> TwoShot:
     """For many rows, of `dtype`; bulk: pushed and taken by bulk copies."""
     from rose_dist.kernels.cute.all_reduce_bulk import BulkTwoShot  # noqa: PLC0415 - it loads the compiler
     from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot  # noqa: PLC0415
 
     return (BulkTwoShot if bulk else TwoShot).of(arch, sizes.ranks, dtype)
+
+
+def gather_columns(arch: Arch, sizes: Sizes) -> GatherColumns:
+    """For logits."""
+    from rose_dist.kernels.cute.gather_columns import GatherColumns  # noqa: PLC0415 - it loads the compiler
+
+    return GatherColumns(arch, sizes.ranks)
 
 
 def linear_reduce(arch: Arch, sizes: Sizes, inputs: int) -> LinearReduce:
@@ -57,6 +77,7 @@ def usual_kernels(arch: Arch, sizes: Sizes) -> list[jit.Kernel]:
     kernels: list[jit.Kernel] = [one_shot(arch, sizes, sizes.parts(rows, sizes.dtype)) for rows in plain]
     kernels += [one_shot(arch, sizes, sizes.parts(rows, sizes.dtype), accumulate=True) for rows in few]
     kernels += [two_shot(arch, sizes, dtype, bulk=b) for dtype in (sizes.dtype, torch.float32) for b in (True, False)]
+    kernels.append(gather_columns(arch, sizes))
     return list(dict.fromkeys(kernels))
 
 

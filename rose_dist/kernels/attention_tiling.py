@@ -27,6 +27,18 @@ WIDE_DIMENSIONS = 128
 """Of a token's neighbouring heads, all that a thread has registers for with 16 query heads a key head."""
 
 
+GIVING_REQUESTS, GIVING_DIMENSIONS = 8, 2048
+"""Of all query heads: what an output projection has for each of its inputs is then half of GPT-OSS's on one GPU."""
+
+
+def gives_way(requests: int, dimensions: int) -> bool:
+    """Whether the launch behind finds room beside this one and the one before: an output projection of few rows and
+    inputs. It then begins at once, so that its weights have come when the queries are there. Else it begins when this
+    one's last accesses are on their way, or its weights would come before them.
+    """
+    return requests <= GIVING_REQUESTS and dimensions <= GIVING_DIMENSIONS
+
+
 def most_splits(context: int, key_heads: int, head_dim: int) -> int:
     """Parts of the keys of a request with `context` visible tokens."""
     most = min(MOST_SPLITS, SPLIT_DIMENSIONS // (key_heads * head_dim))

@@ -18,7 +18,7 @@ from rose_dist.kernels.layer_meeting import LIMIT_NS, meeting
 from rose_dist.kernels.mxfp4 import BLOCK, dequantize_mxfp4
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES, PackedMxfp4
 from rose_dist.kernels.row_groups import GroupedRows, empty_groups, group_rows
-from rose_dist.kernels.stream_tiling import EXPERT_SHAPES, StreamShape, StreamTiling, stream
+from rose_dist.kernels.stream_tiling import EXPERT_SHAPES, StreamShape, StreamTiling, in_one_launch, stream
 from rose_dist.kernels.swiglu import ALPHA, Rows, clamped_swiglu
 from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, gemm
 from rose_dist.kernels.warpgroup_tiling import ROW_GROUP, WARPGROUP_SHAPES, WarpgroupShape, WarpgroupTiling
@@ -103,8 +103,8 @@ def expert_mlp(
     x: Tensor, gate_up: ExpertLayer, down: ExpertLayer, rows: ExpertRows, *, limit: float, alpha: float = ALPHA,
     ahead: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`expert_linear` of what `expert_swiglu` gives, to the bit. For few rows both go in one launch, where the layers
-    have the same columns; it brings `ahead`, dense weights that a later launch reads, into L2.
+    """`expert_linear` of what `expert_swiglu` gives, to the bit. For few rows both go in one launch, where the layers'
+    columns are shared out alike; it brings `ahead`, dense weights that a later launch reads, into L2.
     """
     shape = _few_rows_shape(x, gate_up.weight, rows)
     if rows.handover is not None and not (rows.most == 1 and gate_up.weight.columns == down.weight.columns):
@@ -112,14 +112,19 @@ def expert_mlp(
     many = rows.groups is not None or shape is None
     if x.is_cuda and x.shape[0] > 0 and many and launch.device(x).arch.hopper:
         return _mlp_of_groups(x, gate_up, down, rows, alpha=alpha, limit=limit)
-    if shape is None or many or not x.is_cuda or x.shape[0] == 0 or gate_up.weight.columns != down.weight.columns:
+    if shape is None or many or not x.is_cuda or x.shape[0] == 0 or not _in_one_launch(shape, gate_up, down):
         return expert_linear(expert_swiglu(x, *gate_up, rows, limit=limit, alpha=alpha), *down, rows)
     _check(x, *gate_up, rows)
     h = torch.empty(x.shape[0], gate_up.weight.rows // 2, dtype=x.dtype, device=x.device)
     _check(h, *down, rows)
     out = torch.empty(x.shape[0], down.weight.rows, dtype=x.dtype, device=x.device)
-    launch_both(x, gate_up, h, down, out, rows, tiling(gate_up.weight, shape), alpha=alpha, limit=limit, ahead=ahead)
+    both = tiling(shape, gate_up.weight, down.weight)
+    launch_both(x, gate_up, h, down, out, rows, both, alpha=alpha, limit=limit, ahead=ahead)
     return out
+
+
+def _in_one_launch(shape: StreamShape, *layers: ExpertLayer) -> bool:
+    return in_one_launch(shape, tuple(layer.weight.columns // BLOCK for layer in layers))
 
 
 def _mlp_of_groups(
@@ -139,13 +144,16 @@ def _mlp_of_groups(
     return out
 
 
-def tiling(weight: PackedMxfp4, shape: StreamShape) -> StreamTiling:
-    """`shape` for a weight's columns. Raises `KernelArgumentError` where a block's shared memory can't hold it."""
-    result = stream(shape, weight.columns // BLOCK, TILE_BYTES)
-    needed = result.shared_bytes + 2048 + 12 * weight.experts
+def tiling(shape: StreamShape, *weights: PackedMxfp4) -> StreamTiling:
+    """`shape` for the columns of a launch's layers. Raises `KernelArgumentError` where a block's shared memory can't
+    hold it.
+    """
+    experts, columns = weights[0].experts, tuple(weight.columns for weight in weights)
+    result = stream(shape, tuple(one // BLOCK for one in columns), TILE_BYTES)
+    needed = result.shared_bytes + 2048 + 12 * experts
     if needed > SHARED_BYTES:
         raise checks.fail(
-            "weight", f"has {weight.experts} experts and {weight.columns} columns, which take {needed} bytes of shared "
+            "weight", f"has {experts} experts and {max(columns)} columns, which take {needed} bytes of shared "
             f"memory; there are {SHARED_BYTES}"
         )  # fmt: skip
     return result
@@ -176,7 +184,7 @@ def _launch(
     if shape is None:
         launch_warp_gemm(x, weight, bias, rows, out, gated=gated, alpha=alpha, limit=limit)
         return
-    launch_one(x, weight, bias, rows, out, tiling(weight, shape), gated=gated, alpha=alpha, limit=limit)
+    launch_one(x, weight, bias, rows, out, tiling(shape, weight), gated=gated, alpha=alpha, limit=limit)
 
 
 def _few_rows_shape(x: Tensor, weight: PackedMxfp4, rows: ExpertRows) -> StreamShape | None:

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from rose_dist.kernels import checks, launch
-from rose_dist.kernels.attention_tiling import TILE, heads_together, is_brief, most_splits, takes_whole_tokens
+from rose_dist.kernels.attention_tiling import (
+    TILE,
+    gives_way,
+    heads_together,
+    is_brief,
+    most_splits,
+    takes_whole_tokens,
+)  # fmt: skip
 
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 16
@@ -139,7 +146,7 @@ def _launcher(
     if side_by_side and not brief:
         heads = heads_together(requests, key_heads, head_dim, keys.element_size(), wide_group=wide)
     shape = (device.arch, q.dtype, keys.dtype, head_dim, heads, wide, tiles, early)
-    return paged_attention_decode.launcher(*shape), heads
+    return paged_attention_decode.launcher(*shape, early and gives_way(requests, query_heads * head_dim)), heads
 
 
 def _reference(

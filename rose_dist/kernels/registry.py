@@ -11,6 +11,7 @@ from rose_dist.kernels import launch, probe
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.attention_tiling import heads_together
 from rose_dist.kernels.cute.all_reduce_multicast import Multicast
+from rose_dist.kernels.cute.all_reduce_norm import CombineReduceNorm
 from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
 from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
 from rose_dist.kernels.cute.attention_sinks import ApplySinks
@@ -20,6 +21,7 @@ from rose_dist.kernels.cute.exchange_combine import ExchangeCombine
 from rose_dist.kernels.cute.exchange_dispatch import ExchangeDispatch
 from rose_dist.kernels.cute.exchange_rows import CombineRows, DispatchRows
 from rose_dist.kernels.cute.expert_map import MapExperts
+from rose_dist.kernels.cute.gather_columns import GatherColumns
 from rose_dist.kernels.cute.host_copy import CopyWords
 from rose_dist.kernels.cute.linear_add import LinearAdd
 from rose_dist.kernels.cute.linear_reduce import LinearReduce
@@ -154,6 +156,7 @@ def _attention(arch: Arch) -> Iterator[Kernel]:
                     heads = heads_together(requests, 8, head_dim, cache.itemsize, wide_group=wide)
                     yield DecodeAttention(arch, dtype, cache, head_dim, heads, wide, block_tiles=1, early=True)
     yield DecodeAttention(arch, dtype, dtype, 64, heads=2, wide_group=False, block_tiles=1, early=False)
+    yield DecodeAttention(arch, dtype, dtype, 64, 1, wide_group=False, block_tiles=1, early=True, gives_way=True)
     for cache in (torch.bfloat16, torch.float8_e4m3fn):
         for head_dim, heads in ((64, 8), (64, 4), (64, 2), (128, 4)):
             yield WholeTokenAttention(arch, dtype, cache, head_dim, heads, block_tiles=1, early=True)
@@ -174,12 +177,15 @@ def _mxfp4_experts(arch: Arch) -> Iterator[Kernel]:
     experts, hidden, intermediate = MXFP4_EXPERTS
     tiles = (2 * intermediate // TILE_ROWS, hidden // TILE_ROWS)
     for shape in EXPERT_SHAPES.variants:
-        first, second = (stream(shape, columns // BLOCK, TILE_BYTES) for columns in (hidden, intermediate))
-        yield ExpertLinear(arch, experts, tiles, first, gated=True)
+        both = (hidden // BLOCK, intermediate // BLOCK)
+        yield ExpertLinear(arch, experts, tiles, stream(shape, both, TILE_BYTES), gated=True)
         if shape.rows == 1:
-            yield ExpertLinear(arch, experts, tiles, first, gated=True, handed=True)
-        yield ExpertLinear(arch, experts, tiles[:1], first, gated=True)
-        yield ExpertLinear(arch, experts, tiles[1:], second, gated=False)
+            yield ExpertLinear(arch, experts, tiles, stream(shape, both, TILE_BYTES), gated=True, handed=True)
+        yield ExpertLinear(arch, experts, tiles[:1], stream(shape, both[:1], TILE_BYTES), gated=True)
+        yield ExpertLinear(arch, experts, tiles[1:], stream(shape, both[1:], TILE_BYTES), gated=False)
+        # Two ranks' halves of each expert.
+        halves = (both[0], both[1] // 2)
+        yield ExpertLinear(arch, experts, (tiles[0] // 2, tiles[1]), stream(shape, halves, TILE_BYTES), gated=True)
     for count, columns, gated in ((tiles[0], hidden // BLOCK, True), (tiles[1], intermediate // BLOCK, False)):
         if not arch.hopper:
             yield ExpertGemm(arch, experts, count, gemm(columns, TILE_BYTES), gated)
@@ -225,8 +231,10 @@ def _all_reduces(arch: Arch) -> Iterator[Kernel]:
             yield OneShot(arch, ranks, hidden, bf16, parts=parts)
             for accumulate in (False, True):
                 yield OneShot(arch, ranks, hidden, bf16, source, accumulate, parts)
+        yield CombineReduceNorm(arch, OneShot(arch, ranks, hidden, bf16, source, accumulate=True, parts=8))
     for ranks in (2, 4, 8):
         yield LinearReduce.of(arch, ranks, LINEAR_INPUTS[1] // ranks)
+        yield GatherColumns(arch, ranks)
         for dtype in (bf16, torch.float32):
             yield TwoShot.of(arch, ranks, dtype)
         yield Multicast(arch, ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -34,11 +35,14 @@ MAX_STAGES = 12
 
 @dataclass(frozen=True)
 class StreamTiling:
-    """A `StreamShape` for matrices of `columns` · 32 columns, and where things stand in a block's shared memory."""
+    """A `StreamShape` for matrices of `columns` · 32 columns, of each layer, and where things stand in a block's shared
+    memory.
+    """
 
-    columns: int
+    columns: tuple[int, ...]
     warps: int
-    steps: int
+    step_columns: int
+    """Scale blocks of a row that a warp takes from one copy."""
     stages: int
     rows: int
     buffers: int
@@ -50,9 +54,9 @@ class StreamTiling:
         return (self.warps + 1) * WARP
 
     @property
-    def step_columns(self) -> int:
-        """Scale blocks of a row that a warp takes from one copy."""
-        return self.columns // self.warps // self.steps
+    def steps(self) -> tuple[int, ...]:
+        """Copies in which 32 rows of a layer's matrix come."""
+        return tuple(columns // self.warps // self.step_columns for columns in self.columns)
 
     @property
     def stage_bytes(self) -> int:
@@ -80,7 +84,7 @@ class StreamTiling:
     @property
     def row_stride(self) -> int:
         """Bytes from row to row of x: an odd multiple of 16, so that 16 bytes of 8 rows lie in 32 different banks."""
-        return self.columns * 64 + 16
+        return max(self.columns) * 64 + 16
 
     @property
     def barriers(self) -> int:
@@ -129,14 +133,22 @@ class StreamTiling:
         return self.parts % self.warps
 
 
+def in_one_launch(shape: StreamShape, columns: tuple[int, ...]) -> bool:
+    """Whether layers of so many scale blocks a row have the same warps, and so the same bits, together as alone."""
+    return len({divisor(one, shape.warps) for one in columns}) == 1
+
+
 @cache
-def stream(shape: StreamShape, columns: int, tile_bytes: int) -> StreamTiling:
-    """`shape` applied to matrices of `columns` scale blocks a row: warps and steps are the largest divisors."""
-    warps = divisor(columns, shape.warps)
-    steps = divisor(columns // warps, shape.steps)
-    copy = columns // steps * tile_bytes
-    stages = min(max(2, shape.in_flight // copy), MAX_STAGES)
-    return StreamTiling(columns, warps, steps, stages, shape.rows, shape.buffers, tile_bytes)
+def stream(shape: StreamShape, columns: tuple[int, ...], tile_bytes: int) -> StreamTiling:
+    """`shape` applied to layers of `columns` scale blocks a row: as many warps as divide them all, and copies of one
+    size for all.
+    """
+    warps = divisor(math.gcd(*columns), shape.warps)
+    common, longest = math.gcd(*columns) // warps, max(columns) // warps
+    sizes = (n for n in range(1, common + 1) if common % n == 0 and longest // n <= shape.steps)
+    step_columns = next(sizes, common)
+    stages = min(max(2, shape.in_flight // (step_columns * warps * tile_bytes)), MAX_STAGES)
+    return StreamTiling(columns, warps, step_columns, stages, shape.rows, shape.buffers, tile_bytes)
 
 
 EXPERT_SHAPES = Ranges(

@@ -192,9 +192,8 @@ def _tensor_group(config: GptOssConfig, options: BuildOptions) -> TensorGroup:
     if options.device.type == "cpu" or group.size == 1:
         return group
     return GpuGroup.create(
-        group, options.device, hidden=config.hidden_size, dtype=options.dtype, max_rows=options.max_tokens,
-        max_elements=options.max_rows * config.vocab_size,
-    )  # fmt: skip
+        group, options.device, hidden=config.hidden_size, dtype=options.dtype, max_rows=options.max_tokens
+    )
 
 
 def _exchange(config: GptOssConfig, options: BuildOptions, tp: TensorGroup) -> AllToAll:

@@ -73,6 +73,37 @@ def test_linear_layers_add_up_in_their_launch(
         assert (together.as_subclass(torch.Tensor).double() - exact).norm() < 1e-2 * exact.norm()
 
 
+@pytest.mark.parametrize(
+    ("ranks", "hidden", "tokens", "sms"), [(2, 64, 3, SMS), (2, 64, 8, SMS), (3, 2304, 1, 16), (2, 2880, 2, 16)]
+)
+def test_combine_all_reduce_and_norm_in_one_launch(
+    ranks: int, hidden: int, tokens: int, sms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice, against a launch for each step: sums to the bit. More tokens than clusters fit take the latter way."""
+    sizes, experts = Sizes(ranks, hidden, BF16, 40, sms), 3 * tokens
+    cluster, eps = Cluster(ranks, sizes.region_bytes, monkeypatch, sms=sms), 1e-5
+    before, scale, results = torch.randn(tokens, hidden).to(BF16), torch.rand(hidden).to(BF16), []
+    for rank in range(ranks):
+        with cluster.on(rank):
+            reduce = AllReduce(sizes, DEVICE, rank, tuple(cluster.peers.addresses[:ranks]))
+            slots = torch.randperm(experts).view(tokens, 3).int()
+            slots[torch.rand(slots.shape) < 0.4] = -1
+            rows, weights = torch.randn(experts, hidden).to(BF16), torch.rand(tokens, 3)
+            source = [cluster.tensor(t) for t in (rows, slots, weights)]
+            factors, together, apart = (cluster.tensor(t) for t in (scale, before, before))
+            for _ in range(2):
+                normed = reduce.combine_norm(*source, together, factors, eps)
+                reduce.combine(*source, apart, tokens=tokens, accumulate=True)
+            results.append((normed, together, apart))
+    cluster.peers.run(seed=tokens, gang_warps=1)
+    for normed, together, apart in results:
+        assert same_bits(together, apart)
+        assert same_bits(normed, results[0][0])
+        x = apart.as_subclass(torch.Tensor).double()
+        wanted = x * (x.square().mean(1, keepdim=True) + eps).rsqrt() * scale.double()
+        assert ((normed.as_subclass(torch.Tensor).double() - wanted).abs() <= wanted.abs() * 2**-7 + 1e-6).all()
+
+
 CASES = {
     "decode": Case(tokens=(5,), hidden=64, dtype=BF16),
     "decode with accumulate": Case(tokens=(5,), hidden=64, dtype=BF16, accumulate=True),

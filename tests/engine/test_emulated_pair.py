@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from rose_dist.comm.all_to_all.tensor_parallel import TensorParallel
 from rose_dist.comm.expert_placement import Placement
 from rose_dist.comm.gpu_group import GpuGroup
 from rose_dist.comm.group import Group
-from rose_dist.comm.layout import Layout
+from rose_dist.comm.layout import Layout, even_split
 from rose_dist.comm.topology import Topology
 from rose_dist.comm.world import Groups, World
 from rose_dist.engine import decode_batch
@@ -102,7 +104,9 @@ def on_gpu(model: GptOssForCausalLM, options: BuildOptions, reduce: AllReduce, p
 def test_a_decode_step_of_two_ranks_is_that_of_one(ep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts sliced, and spread by a placement that is not the first one."""
     torch.manual_seed(1)  # with others a token may lie so near two experts that roundings decide
-    write_random_checkpoint(CONFIG | {"num_experts": 32}, tmp_path)
+    # An expert, or half of one, has as many columns in one layer as in the other, so that both go in one launch.
+    changed = {"num_experts": 32, "intermediate_size": 2 // ep * CONFIG["hidden_size"]}
+    write_random_checkpoint(CONFIG | changed, tmp_path)
     whole = BuildOptions(World.join().groups(Layout.of(1)), 32, BF16, moe_weights="mxfp4")
     plain = ModelRunner(load_model(tmp_path, whole), SIZES)
     for storage in plain.storages:
@@ -147,9 +151,7 @@ def test_a_decode_step_of_two_ranks_is_that_of_one(ep: int, tmp_path: Path, monk
             batch.fill(DECODE, 3)
             found.append(model.model(batch.forward_batch(3)))
     cluster.peers.run(gang_warps=1)  # a warp that polls must not slow down its neighbours, or waits expire
-    # Sliced experts' layers have other columns each, so that they don't go in one launch.
-    experts = ["ExpertLinear"] * (2 if ep == 1 else 1)
-    layer = ["LinearRotary", "DecodeAttention", "LinearReduce", "RouteRows", *experts, "OneShot", "RMSNorm"]
+    layer = ["LinearRotary", "DecodeAttention", "LinearReduce", "RouteRows", "ExpertLinear", "CombineReduceNorm"]
     assert ran == ["Embed", "OneShot", "RMSNorm", *2 * layer], ran
     for one in found:
         assert_alike(one[:2], expected)
@@ -159,16 +161,50 @@ def test_a_decode_step_of_two_ranks_is_that_of_one(ep: int, tmp_path: Path, monk
     assert all(sum(load) == 2 * CONFIG["experts_per_token"] for load in loads[0])
 
 
-def test_columns_are_gathered_on_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = Sizes(2, 64, BF16, 8, SMS)
+@pytest.mark.parametrize(("ranks", "rows", "columns"), [(2, 1, 50), (2, 3, 101), (3, 5, 64), (3, 1, 7)])
+def test_columns_are_gathered_on_the_first_rank(
+    ranks: int, rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several exchanges where inboxes are small, and twice."""
+    sizes = Sizes(ranks, 8, BF16, 1, SMS)
     emulated(monkeypatch, "sm_90a")
-    cluster = Cluster(2, sizes.region_bytes, monkeypatch)
+    cluster = Cluster(ranks, sizes.region_bytes, monkeypatch)
     place, found = resident(Resident(cluster), monkeypatch), []
-    parts = [torch.randn(3, 30).to(BF16), torch.randn(3, 20).to(BF16)]
-    for rank, part in enumerate(parts):
+    widths = [len(even_split(columns, ranks, rank)) for rank in range(ranks)]
+    wholes = torch.randn(2, rows, columns)
+    for rank in range(ranks):
         with cluster.on(rank):
-            reduce = AllReduce(sizes, DEVICE, rank, tuple(cluster.peers.addresses[:2]))
-            found.append(GpuGroup(OneOf(rank, 2), reduce).gather_columns(place(part), [30, 20]))
-    cluster.peers.run()
-    assert found[1] is None
-    assert torch.equal(found[0].as_subclass(torch.Tensor), torch.cat(parts, 1))
+            group = GpuGroup(OneOf(rank, ranks), AllReduce(sizes, DEVICE, rank, tuple(cluster.peers.addresses[:ranks])))
+            parts = [whole.split(widths, 1)[rank].contiguous() for whole in wholes]
+            found.append([group.gather_columns(place(part), widths) for part in parts])
+    cluster.peers.run(seed=columns, gang_warps=1)
+    assert found[1:] == [[None, None]] * (ranks - 1)
+    for got, whole in zip(found[0], wholes, strict=True):
+        assert torch.equal(got.as_subclass(torch.Tensor), whole.to(BF16).float())
+
+
+class Summed:
+    """An all-reduce of threads: what follows one in torch waits for it, as on a stream."""
+
+    def __init__(self, ranks: int) -> None:
+        self.sizes, self.given = Sizes(ranks, 64, BF16, 8, SMS), [None] * ranks
+        self.meeting = threading.Barrier(ranks, timeout=10)
+
+    def of(self, rank: int) -> Any:
+        def reduce(x: torch.Tensor, out: torch.Tensor) -> None:
+            self.given[rank] = x.float()
+            self.meeting.wait()
+            out.copy_(sum(self.given))
+
+        reduce.sizes = self.sizes
+        return reduce
+
+
+def test_every_rank_gets_what_the_first_one_has() -> None:
+    """Numbers of all sizes, in more bytes than a row of the all-reduce has elements."""
+    numbers = torch.tensor([0, 1, 255, 256, 201087, 2**24 + 1, 2**40 - 3, 2**63 - 1, -1, 7])
+    found, summed = [numbers.clone(), numbers.flip(0)], Summed(2)
+    with ThreadPoolExecutor(2) as threads:
+        groups = [GpuGroup(OneOf(rank, 2), summed.of(rank)) for rank in range(2)]
+        list(threads.map(lambda group, tensor: group.broadcast(tensor), groups, found))
+    assert [one.tolist() for one in found] == [numbers.tolist()] * 2

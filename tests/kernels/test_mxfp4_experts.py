@@ -219,34 +219,43 @@ def test_a_row_has_the_same_bits_in_copies_of_any_size(gpu: Any, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("counts", "columns", "outputs", "most"),
+    ("counts", "columns", "between", "outputs", "most"),
     [
-        ([1, 0, 3], 64, 64, 3),
-        ([1, 0, 0, 1], 64, 32, 1),
-        ([0, 1], 32, 192, 1),
-        ([0, 1], 32, 32, 1),
-        ([7, 8, 0, 1], 64, 96, 8),
-        ([9, 17, 0, 2], 64, 64, 17),
-        ([0, 0], 64, 64, 1),
-        ([2] * 9 + [0, 1], 32, 64, 2),
+        ([1, 0, 3], 64, 64, 64, 3),
+        ([1, 0, 0, 1], 64, 64, 32, 1),
+        ([0, 1], 32, 32, 192, 1),
+        ([0, 1], 32, 32, 32, 1),
+        ([7, 8, 0, 1], 64, 64, 96, 8),
+        ([9, 17, 0, 2], 64, 64, 64, 17),
+        ([0, 0], 64, 64, 64, 1),
+        ([2] * 9 + [0, 1], 32, 32, 64, 2),
+        ([1, 0, 3], 192, 96, 64, 3),
+        ([1, 0, 0, 1], 192, 96, 32, 1),
+        ([7, 8, 0, 1], 96, 192, 96, 8),
+        ([0, 0, 1], 288, 96, 64, 1),
     ],
     ids=str,
 )
 def test_both_layers_in_one_launch(
-    gpu: Any, counts: list[int], columns: int, outputs: int, most: int, monkeypatch: pytest.MonkeyPatch
+    gpu: Any, counts: list[int], columns: int, between: int, outputs: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same bits as one after the other; twice, since the meeting leaves its counter as it found it. With few tiles
-    some blocks have items of one layer only, or none.
+    some blocks have items of one layer only, or none. Slices of experts have other columns in each layer.
     """
-    small = tuple(replace(shape, in_flight=1) for shape in EXPERT_SHAPES.variants)
+    small = tuple(replace(shape, in_flight=1, warps=3) for shape in EXPERT_SHAPES.variants)
+    if columns == between:
+        small = tuple(replace(shape, in_flight=1) for shape in EXPERT_SHAPES.variants)
     monkeypatch.setattr(mxfp4_experts, "EXPERT_SHAPES", Ranges(EXPERT_SHAPES.starts, small))
-    first, second = Layer(counts, columns, 2 * columns), Layer(counts, columns, outputs)
+    first, second = Layer(counts, columns, 2 * between), Layer(counts, between, outputs)
     gate_up, down = (ExpertLayer(layer.packed(gpu), gpu.tensor(layer.bias)) for layer in (first, second))
     x, rows = gpu.tensor(first.x), first.expert_rows(gpu, most)
     wanted = gpu.plain(expert_linear(expert_swiglu(x, *gate_up, rows, limit=LIMIT), *down, rows))
+    together, ran = mxfp4_experts.launch_both, []
+    monkeypatch.setattr(mxfp4_experts, "launch_both", lambda *given, **named: ran.append(together(*given, **named)))
     for _ in range(2):
         got = gpu.plain(expert_mlp(x, gate_up, down, rows, limit=LIMIT))
         assert torch.equal(got[first.live], wanted[first.live])
+    assert most >= EXPERT_GEMM_ROWS or len(ran) == 2
     dead = [row for row in range(got.shape[0]) if row not in first.live]
     assert (got[dead].view(torch.int16) == POISON).all()
 

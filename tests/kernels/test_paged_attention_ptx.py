@@ -68,7 +68,7 @@ def test_before_the_dependency_wait_only_what_is_early_is_read(binaries: list[Bi
         before, after = compiled.ptx.split("griddepcontrol.wait;")
         assert not re.search(r"\b(st|red|atom)\.\S*global", before)
         assert bool(re.search(r"\b(ld|cp)\.\S*global", before)) == kernel.early
-        assert "griddepcontrol.launch_dependents;" in after
+        assert "griddepcontrol.launch_dependents;" in (before if kernel.gives_way else after)
 
 
 def test_splits_meet_in_one_ordered_atomic(binaries: list[Binary]) -> None:

@@ -10,7 +10,6 @@ from rose_dist.comm.all_to_all.local_gpu import GpuHandle, GpuOptions
 from rose_dist.comm.all_to_all.protocol import AllToAllConfig
 from rose_dist.comm.group import Group
 from rose_dist.kernels.all_reduce import AllReduce
-from rose_dist.kernels.rms_norm import rms_norm
 
 
 class TensorParallel(Local):
@@ -64,11 +63,10 @@ class TensorParallel(Local):
         self, handle: GpuHandle, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
         assert self.all_reduce is not None
-        self.all_reduce.combine(
-            handle.expert_out, handle.packed.slots, handle.routing.weights, residual, tokens=residual.shape[0],
-            accumulate=True, live_rows=handle.live_rows,
+        return self.all_reduce.combine_norm(
+            handle.expert_out, handle.packed.slots, handle.routing.weights, residual, norm_weight, eps,
+            live_rows=handle.live_rows,
         )  # fmt: skip
-        return rms_norm(residual, norm_weight, eps)
 
 
 def check_fits(all_reduce: AllReduce, config: AllToAllConfig) -> None:

@@ -63,7 +63,7 @@ def launcher(
 @dataclass(frozen=True)
 class ExpertLinear(jit.Kernel):
     """y[r] = weight[e] · x[r] + bias[e] over rows packed by expert; or of each pair of these the clamped SwiGLU; or the
-    one after the other, with weights of the same columns.
+    one after the other.
 
     experts: matrices of a layer.
     tiles: tile rows of a matrix, of each layer.
@@ -184,7 +184,7 @@ class ExpertLinear(jit.Kernel):
         """By the computing warps: the token's row for all segments of the first layer, into every buffer."""
         tiling = self.tiling
         buffers = [shared + tiling.row_offset + i * tiling.rows * tiling.row_stride for i in range(tiling.buffers)]
-        take_row(handover, epoch, buffers, tiling.columns * BLOCK, tiling.warps * WARP, limit_ns, report)
+        take_row(handover, epoch, buffers, tiling.columns[0] * BLOCK, tiling.warps * WARP, limit_ns, report)
         ptx.fence_shared_copies()  # the second layer's rows come there by bulk copies
         cute.arch.barrier(barrier_id=1, number_of_threads=tiling.warps * WARP)
 
@@ -244,7 +244,7 @@ class ExpertLinear(jit.Kernel):
             if part < tiling.parts:
                 biases = meet.bias(bias, expert, tile, part)
             sums.fill(0.0)
-            stage, parity = self.accumulate(shared, sums, buffer, count, stage, parity)
+            stage, parity = self.accumulate(shared, sums, buffer, count, stage, parity, tiling.steps[layer])
             wait(added, sums_parity)
             meet.store(meeting, warp, sums)
             cute.arch.barrier(barrier_id=1, number_of_threads=tiling.warps * WARP)
@@ -269,14 +269,15 @@ class ExpertLinear(jit.Kernel):
 
     @cute.jit
     def accumulate(
-        self, shared: Int32, sums: cute.Tensor, buffer: Int32, count: Int32, stage: Int32, parity: Int32
-    ) -> tuple[Int32, Int32]:
+        self, shared: Int32, sums: cute.Tensor, buffer: Int32, count: Int32, stage: Int32, parity: Int32,
+        steps: cutlass.Constexpr,
+    ) -> tuple[Int32, Int32]:  # fmt: skip
         """An item's products; the ring's stage and parity that come next."""
         tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
         # A lane names a row of each 8, or the last one in place of any beyond, and 8 of 32 columns.
         at = shared + tiling.row_offset + buffer * (tiling.rows * tiling.row_stride) + lane // 8 * 16
         rows = [at + vector.min_of(lane % 8 + 8 * i, count - 1) * tiling.row_stride for i in range(tiling.row_tiles)]
-        for step in range_constexpr(tiling.steps):
+        for step in range_constexpr(steps):
             wait(barrier(shared, stage), parity)
             self.multiply(shared, rows, stage, step, sums)
             cute.arch.sync_warp()

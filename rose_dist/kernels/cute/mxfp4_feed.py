@@ -10,7 +10,6 @@ from rose_dist.kernels.cute.look_ahead import look_ahead
 from rose_dist.kernels.cute.mxfp4_operands import barrier, next_stage, wait
 from rose_dist.kernels.cute.phase_barrier import arrive
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, const_expr, cute, range_constexpr
-from rose_dist.kernels.mxfp4_layout import TILE_BYTES
 from rose_dist.kernels.stream_tiling import LAYERS_STAGE, StreamTiling
 from rose_dist.kernels.variants import WARP
 
@@ -39,10 +38,10 @@ class Feeder:
         bytes of what comes next from memory.
         """
         tiling, steps = self.tiling, self.tiling.steps
-        first = items[0] * steps
+        first = items[0] * steps[0]
         copies = first
         if const_expr(len(self.tiles) > 1):
-            copies += items[1] * steps
+            copies += items[1] * steps[1]
         ptx.fence_async_copies()  # the launch before has written the rows, which is known since the wait
         # Copies are carried out in turn: behind the weights, rows, which are needed at once, would come last.
         for early in range_constexpr(tiling.buffers):
@@ -56,11 +55,11 @@ class Feeder:
                 weights, segments, tile, ends, first, source, segment, left, Int32(stage + 1)
             )
         self.let_next_begin()
-        done, done_left = Int32(0), (self.tiles[0] - tile[0]) * steps
+        done, done_left = Int32(0), (self.tiles[0] - tile[0]) * steps[0]
         if const_expr(len(self.tiles) > 1):
             if first == 0:
                 self.meet(shared, x, segments, items, ends, meeting)
-                done_left = (self.tiles[1] - tile[1]) * steps
+                done_left = (self.tiles[1] - tile[1]) * steps[1]
         stage, parity = Int32(0), Int32(0)
         for freed in range(1, copies + 1):
             # All warps are done with what the stage held, and with the rows that went with it.
@@ -75,12 +74,12 @@ class Feeder:
             done_left -= 1
             if done_left == 0:
                 done += 1
-                done_left = self.tiles_at(freed, first) * steps
+                done_left = self.copies_at(freed, first)
                 self.fetch_rows(shared, x, segments, ends, freed > first, done + (tiling.buffers - 1))
             if const_expr(len(self.tiles) > 1):
                 if freed == first:
                     self.meet(shared, x, segments, items, ends, meeting)
-                    done, done_left = Int32(0), (self.tiles[1] - tile[1]) * steps
+                    done, done_left = Int32(0), (self.tiles[1] - tile[1]) * steps[1]
             stage, parity = next_stage(stage, parity, self.tiling.stages)
 
     def let_next_begin(self) -> None:
@@ -100,40 +99,40 @@ class Feeder:
         source += self.tiling.stage_bytes
         left -= 1
         if left == 0:
-            left = self.tiles_at(number, first) * self.tiling.steps
+            left = self.copies_at(number, first)
             segment += 1
-            base, at, tiles = weights[0], Int32(0), Int32(self.tiles[0])
+            base, at = weights[0], Int32(0)
             if number == 0:
-                at = tile[0]
+                at = tile[0] * self.tiling.steps[0]
             if const_expr(len(self.tiles) > 1):
                 if number >= first:
-                    base, tiles = weights[1], Int32(self.tiles[1])
-            left -= at * self.tiling.steps
-            source = self.source(base, segments[0], segment, at, tiles, ends)
+                    base = weights[1]
+            source = self.source(base, segments[0], segment, at, left, ends)
+            left -= at
         if const_expr(len(self.tiles) > 1):
             if number == first:
-                segment, left = Int32(0), (self.tiles[1] - tile[1]) * self.tiling.steps
-                source = self.source(weights[1], segments[0], segment, tile[1], Int32(self.tiles[1]), ends)
+                at, left = tile[1] * self.tiling.steps[1], Int32(self.tiles[1] * self.tiling.steps[1])
+                segment = Int32(0)
+                source = self.source(weights[1], segments[0], segment, at, left, ends)
+                left -= at
         return source, segment, left
 
     @cute.jit
     def source(
-        self, base: Int64, experts: cute.Tensor, segment: Int32, tile: Int32, tiles: Int32, ends: list[Int32]
+        self, base: Int64, experts: cute.Tensor, segment: Int32, at: Int32, copies: Int32, ends: list[Int32]
     ) -> Int64:
-        """Where an item's 32 rows of weights start; anywhere behind the last segment."""
+        """Where copy number `at` of the `copies` of a segment's matrix starts; anywhere behind the last segment."""
         end, source = ends[0], base
         if const_expr(len(self.tiles) > 1):
             end = vector.max_of(end, ends[1])
         if segment < end:
-            row = Int64(experts[segment]) * tiles + tile
-            source = base + row * (self.tiling.columns * TILE_BYTES)
+            source = base + (Int64(experts[segment]) * copies + at) * self.tiling.stage_bytes
         return source
 
-    def tiles_at(self, number: Any, first: Any) -> Any:
-        """Tile rows of the matrices that copy `number` is of."""
-        if len(self.tiles) == 1:
-            return Int32(self.tiles[0])
-        return vector.select(number < first, Int32(self.tiles[0]), Int32(self.tiles[1]))
+    def copies_at(self, number: Any, first: Any) -> Any:
+        """In which the matrix comes that copy `number` is of."""
+        copies = [Int32(tiles * steps) for tiles, steps in zip(self.tiles, self.tiling.steps, strict=True)]
+        return copies[0] if len(copies) == 1 else vector.select(number < first, copies[0], copies[1])
 
     @cute.jit
     def fetch(self, shared: Int32, source: Int64, stage: Int32) -> None:
@@ -153,14 +152,14 @@ class Feeder:
         layers take the buffers in turn.
         """
         tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
-        rows, end, turn = x[0], ends[0], segment
+        rows, end, turn, size = x[0], ends[0], segment, Int32(tiling.columns[0] * 64)
         if const_expr(len(self.tiles) > 1):
             if second:
-                rows, end, turn = x[1], ends[1], ends[0] + segment
+                rows, end, turn, size = x[1], ends[1], ends[0] + segment, Int32(tiling.columns[1] * 64)
         if segment < end:
             buffer = turn % tiling.buffers
             full = barrier(shared, 2 * tiling.stages + buffer)
-            count, size = segments[2][segment], tiling.columns * 64
+            count = segments[2][segment]
             if const_expr(self.handed):
                 count = vector.select(second, count, Int32(0))
             if lane == 0:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rose_dist.kernels import jit, vector, warp_matrix
+from rose_dist.kernels import jit, ptx, vector, warp_matrix
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.attention_tiling import TILE
 from rose_dist.kernels.cute.attention_products import Products
@@ -39,9 +39,11 @@ SM_SHARED_BYTES, BLOCK_OVERHEAD_BYTES = 228 << 10, (1 << 10) + 128
 @cache
 def launcher(
     arch: Arch, dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, heads: int, wide_group: bool,
-    block_tiles: int, early: bool,
+    block_tiles: int, early: bool, gives_way: bool,
 ) -> jit.Launcher:  # fmt: skip
-    return jit.load(DecodeAttention(arch, dtype, cache_dtype, head_dim, heads, wide_group, block_tiles, early))
+    return jit.load(
+        DecodeAttention(arch, dtype, cache_dtype, head_dim, heads, wide_group, block_tiles, early, gives_way)
+    )
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class DecodeAttention(jit.Kernel):
     """Tiles a cache block."""
     early: bool
     """Whether the launch before writes nothing but queries and each request's last key and value."""
+    gives_way: bool = False
+    """With `early`: whether the next launch may begin at once (`attention_tiling.gives_way`)."""
 
     @property
     def blocks_per_sm(self) -> int:
@@ -149,11 +153,13 @@ class DecodeAttention(jit.Kernel):
         merged = Uint32(cute.arch.alloc_smem(Uint32, THREADS * self.results.kept_words, alignment=16).toint())
         if const_expr(not self.early):
             cute.arch.griddepcontrol_wait()
+        if const_expr(self.gives_way or not self.early):
             cute.arch.griddepcontrol_launch_dependents()
         paged = Paged(keys, values, slot_stride, head_stride, tables, table_stride, first_blocks)
         batch = Batch(lengths, requests, vector.live_rows(live_rows, requests), window, most_splits, groups)
         part, line_end = run_of_block(batch)
         row, length, split, place, begin, end = part.values
+        ptx.exit_if(row < 0)  # and leave room
         head = group_of_block(batch)
         table, blocks = self.look_up(paged, batch, part)
         newest = vector.select(Boolean(self.early), (length - 1) // TILE, Int32(UNLIMITED))
@@ -171,6 +177,7 @@ class DecodeAttention(jit.Kernel):
         self.load_queries(q, q_stride, row, head, group, queries)
         if const_expr(self.early):
             self.start(ring, paged, batch, part, head, blocks, newest, Int32(UNLIMITED))
+        if const_expr(self.early and not self.gives_way):
             cute.arch.griddepcontrol_launch_dependents()
         while row >= 0:
             current = Part(row, length, split, place, begin, end)
