@@ -19,7 +19,9 @@ TEST_ENV := $(VENV)/test.stamp
 
 # One process each: tests that start no ranks or servers, two at a time; the others have both cores.
 SIDE_BY_SIDE := tests/convert tests/frontend tests/harmony tests/kernels tests/ptx \
-  $(wildcard tests/comm/test_*_gpu.py) tests/comm/test_nvlink_schedules.py
+  $(wildcard tests/comm/test_*_gpu.py) tests/comm/test_nvlink_schedules.py \
+  $(wildcard tests/engine/test_emulated_*.py) \
+  $(patsubst %,tests/engine/test_%.py,engine grammar_sampling kv_groups pipeline prefill_graphs sampler scheduler)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export RANKS PORT MODEL
@@ -34,7 +36,7 @@ serve: $(MODEL)/config.json
 	launch/demo.sh serve
 
 test: lint
-	python -m pytest -q -n 2 --dist worksteal $(SIDE_BY_SIDE); side=$$?; \
+	OMP_NUM_THREADS=1 python -m pytest -q -n 2 --dist worksteal $(SIDE_BY_SIDE); side=$$?; \
 	  python -m pytest -q $(SIDE_BY_SIDE:%=--ignore=%) && exit $$side
 
 lint: $(TEST_ENV)

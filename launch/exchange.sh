@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The MoE exchange over GPUs of several hosts with mpirun, checked and timed; docs/infiniband.md explains its lines.
 #   launch/exchange.sh node1:8,node2:8 [OPTIONS of benchmarks.exchange_nodes]
-# The repository and the Python environment are in the same place on every host. NVSHMEM_*, ROSE_* and UCX_* variables
-# are passed on. One host: launch/exchange.sh localhost:2 --force-remote 1
+# The repository and the Python environment are in the same place on every host. LD_PRELOAD and NVSHMEM_*, ROSE_* and
+# UCX_* variables are passed on. One host: launch/exchange.sh localhost:2 --force-remote 1
 set -euo pipefail
 if [ $# -lt 1 ]; then
   echo "usage: $0 HOST:RANKS,… [OPTIONS]" >&2
@@ -22,5 +22,5 @@ while IFS='=' read -r key value; do
 done <<<"$variables"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 passed=(-x PYTHONPATH -x PATH)
-for name in $(compgen -e | grep -E '^(NVSHMEM|ROSE|UCX)_' || true); do passed+=(-x "$name"); done
+for name in $(compgen -e | grep -E '^((NVSHMEM|ROSE|UCX)_|LD_PRELOAD$)' || true); do passed+=(-x "$name"); done
 exec mpirun -n "$ranks" --host "$hosts" --bind-to none "${passed[@]}" python -m benchmarks.exchange_nodes "$@"

@@ -78,7 +78,7 @@ class Launch:
 
     @staticmethod
     def _exported(environment: Mapping[str, str]) -> set[str]:
-        ours = mpi_environment({}).keys() | {"OMP_NUM_THREADS", "PYTHONPATH", "PATH", "LD_LIBRARY_PATH"}
+        ours = mpi_environment({}).keys() | {"OMP_NUM_THREADS", "PYTHONPATH", "PATH", "LD_LIBRARY_PATH", "LD_PRELOAD"}
         return {name for name in environment if name in ours or name.startswith(("ROSE_", "NCCL_", "NVSHMEM_"))}
 
 

@@ -1,8 +1,8 @@
 """The guard: a small process beside each rank that ends it, and with it the job, when something goes wrong.
 
 A thread can't do that: a stopped rank runs none, and MPI's start-up holds the interpreter lock while it waits
-for other ranks. The guard is run as a script, with the standard library only. Its standard input is a pipe from the
-rank, which ends when the rank does. What it watches:
+for other ranks. The guard is run as a script, without site packages or a path to this one: all of it is in this file.
+Its standard input is a pipe from the rank, which ends when the rank does. What it watches:
 
 - the limit that the rank set itself for a stage, or for the time between two signs of progress;
 - whether the rank, or its frontend, is stopped, as by SIGSTOP;

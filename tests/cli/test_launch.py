@@ -168,10 +168,12 @@ def test_print_shows_both_commands_and_runs_nothing() -> None:
 
 def test_other_hosts_get_the_environment() -> None:
     launch = Launch(4, ("a:3", "b:1"), ("doctor",))
-    command = launch.mpirun(launch.environment({"ROSE_X": "1", "SECRET": "2", "PYTHONPATH": "p"}))
+    command = launch.mpirun(
+        launch.environment({"ROSE_X": "1", "SECRET": "2", "PYTHONPATH": "p", "LD_PRELOAD": "nvshmem.so"})
+    )
     exported = [command[i + 1] for i, word in enumerate(command) if word == "-x"]
     assert command[command.index("--host") + 1] == "a:3,b:1"
-    assert {"ROSE_X", "PYTHONPATH", "OMP_NUM_THREADS", "OMPI_MCA_pml"} <= set(exported)
+    assert {"ROSE_X", "PYTHONPATH", "LD_PRELOAD", "OMP_NUM_THREADS", "OMPI_MCA_pml"} <= set(exported)
     assert "SECRET" not in exported
 
 

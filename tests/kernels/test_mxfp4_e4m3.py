@@ -19,7 +19,7 @@ from rose_dist.kernels.mxfp4_layout import PackedMxfp4
 from rose_dist.kernels.row_groups import GROUPS, group_rows
 from rose_dist.kernels.variants import Ranges
 from tests.kernels.conftest import RealGPU, emulated
-from tests.kernels.test_mxfp4_experts import LIMIT, POISON, Layer
+from tests.kernels.expert_layer import LIMIT, POISON, Layer
 
 PLACES = torch.tensor([2 * (c % 8) + c // 8 for c in range(16)])
 """Where the columns of a cell stand."""

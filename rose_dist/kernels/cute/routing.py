@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -26,6 +25,7 @@ from rose_dist.kernels.dsl import (
     range_constexpr,
 )  # fmt: skip
 from rose_dist.kernels.routing import Score
+from rose_dist.kernels.sorting_network import comparators
 from rose_dist.kernels.variants import WARP, RouterShape
 
 MAX_UNROLLED = 8
@@ -292,22 +292,6 @@ class Route(jit.Kernel):
             exists = lane * self.per_lane + j < self.experts
             total = total + vector.select(exists, _exp(values[j] - largest), Float32(0.0))
         return share * cute.arch.rcp_approx(vector.group_sum(total, WARP))
-
-
-def comparators(count: int) -> Iterator[tuple[int, int]]:
-    """Which of `count` values to put in order, one pair after the other: merge exchange (Knuth, The Art of Computer
-    Programming 3, 5.2.2, algorithm M).
-    """
-    top = 1 << (count - 1).bit_length() >> 1
-    p = top
-    while p:
-        q, r, d = top, 0, p
-        while True:
-            yield from ((i, i + d) for i in range(count - d) if i & p == r)
-            if q == p:
-                break
-            d, q, r = q - p, q // 2, p
-        p //= 2
 
 
 def _key(value: Any) -> Any:
