@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from benchmarks import kernel_variants, row_copies
 from benchmarks.graphs import Call
 from benchmarks.kernel_variants import FEW_ROWS, Variant
-from rose_dist.kernels.embedding import embed
+from rose_dist.kernels.embedding import embed_with_angles
 from rose_dist.kernels.formats import FORMATS, FP8, MXFP8, NVFP4
 from rose_dist.kernels.qk_norm import PagedCache, qk_norm, qk_norm_rope_cache, rotate
 from rose_dist.kernels.qk_norm import Rotary as Pairs
@@ -214,9 +214,17 @@ def routers(peers: Peers) -> Iterator[Case]:
 def embeddings(peers: Peers) -> Iterator[Case]:
     for tokens, hidden in ((1, 2880), (64, 2880), (65536, 2880)):
         table, ids = bf16(201088, hidden), torch.randint(201088, (tokens,), device=CUDA)
-        plain = functools.partial(F.embedding, ids, table)
-        call = functools.partial(embed, ids, table)
-        yield Case("embed", f"{tokens}x{hidden}", call, 2 * tokens * hidden * 2, {"torch": plain})
+        cos, sin = torch.randn(2, 131072, 32, device=CUDA)
+        positions = torch.randint(131072, (tokens,), device=CUDA)
+        call = functools.partial(embed_with_angles, ids, positions, table, cos, sin)
+
+        def plain(
+            ids: Any = ids, positions: Any = positions, table: Any = table, cos: Any = cos, sin: Any = sin
+        ) -> Any:
+            return F.embedding(ids, table), cos[positions], sin[positions]
+
+        moved = 2 * tokens * (hidden * 2 + 2 * 32 * 4)
+        yield Case("embed_with_angles", f"{tokens}x{hidden}", call, moved, {"torch": plain})
 
 
 class Peers:

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.kernel_cases import CUDA, EPS, bf16
 from rose_dist.kernels import jit
-from rose_dist.kernels.embedding import embed
+from rose_dist.kernels.embedding import embed_with_angles
 from rose_dist.kernels.formats import FP8
 from rose_dist.kernels.qk_norm import PagedCache, qk_norm_rope_cache
 from rose_dist.kernels.quantize import quantize
@@ -51,7 +51,7 @@ def gpt_oss_variants() -> int:
         activate_quantized(Gate.CLAMPED_SWIGLU, bf16(rows, 5760), FP8, limit=7.0)
         rms_norm_quantized(x, weight, EPS, FP8, residual=x)
         quantize(x, FP8)
-        embed(slots, bf16(2000, 2880))
+        embed_with_angles(slots, slots, bf16(2000, 2880), cos, cos)
         route(bf16(rows, 128), Router(4))
         route(bf16(rows, 128), Router(4), counts=True)
     return len(jit._loaded)

@@ -63,7 +63,10 @@ def move_experts(before: Placement, after: Placement, group: Group, tensors: Seq
 
         kept = tensor[slots(move.source for move in local)]  # a copy: what is written next may be a source too
         size = tensor.element_size() * math.prod(tensor.shape[1:])
-        sent = tensor[slots(move.source for move in outgoing)].cpu().view(torch.uint8).reshape(len(outgoing), size)
+        # Of usual strides: what indexing returns can't be taken as bytes where its last dimension is 1.
+        leaving = torch.empty(len(outgoing), *tensor.shape[1:], dtype=tensor.dtype)
+        leaving.copy_(tensor[slots(move.source for move in outgoing)])
+        sent = leaving.view(torch.uint8).reshape(len(outgoing), size)
         arrived = sent.new_empty(len(incoming), size)
         group.all_to_all_rows(sent, to, arrived, source)
         rows = arrived.view(tensor.dtype).view(len(incoming), *tensor.shape[1:])

@@ -9,43 +9,24 @@ from rose_dist.kernels import checks, jit, launch
 from rose_dist.kernels.row_tiling import ROW_SHAPES
 
 
-def embed(ids: Tensor, table: Tensor, *, first_id: int = 0) -> Tensor:
-    """The table's row of every id; zeros for ids that the table does not hold, so that ranks' results add up.
-
-    Args:
-        ids: int64 or int32 [tokens].
-        table: [held ids, hidden], rows of ids `first_id` and on.
-
-    Returns:
-        [tokens, hidden] of the table's dtype.
-    """
-    launcher = _prepare(ids, table, None, None)
-    if launcher is None:
-        return _rows(ids, table, first_id)
-    out = torch.empty(ids.shape[0], table.shape[1], dtype=table.dtype, device=table.device)
-    if ids.shape[0]:
-        nothing = (None,) * 6
-        launch.run(launcher, table, ids, table, table.stride(0), out, first_id, table.shape[0], *nothing, ids.shape[0])
-    return out
-
-
 def embed_with_angles(
     ids: Tensor, positions: Tensor, table: Tensor, cos: Tensor, sin: Tensor, *, sampled: Tensor | None = None,
     first_id: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`embed`, and the rows of the rotary tables, in one launch.
+    """The table's row of every id, zeros for ids that the table does not hold, so that ranks' results add up; and the
+    rows of the rotary tables, in one launch.
 
     Args:
         ids: int64 [tokens]. −1 − r stands for `sampled[r]`.
         positions: int64 [tokens].
-        table: as for `embed`.
+        table: [held ids, hidden], rows of ids `first_id` and on.
         cos, sin: fp32 [positions, n], dense; rows of a multiple of 16 bytes.
         sampled: int64 [n].
 
     Returns:
         [tokens, hidden] of the table's dtype, and fp32 [tokens, n] twice.
     """
-    launcher = _prepare(ids, table, sampled, (positions, cos, sin))
+    launcher = _prepare(ids, table, sampled, positions, cos, sin)
     if launcher is None:
         known = ids if sampled is None else torch.where(ids < 0, sampled[(-1 - ids).clamp_(min=0)], ids)
         return _rows(known, table, first_id), cos[positions], sin[positions]
@@ -69,14 +50,13 @@ def _rows(ids: Tensor, table: Tensor, first_id: int) -> Tensor:
 
 @checks.once
 def _prepare(
-    ids: Tensor, table: Tensor, sampled: Tensor | None, angles: tuple[Tensor, Tensor, Tensor] | None
+    ids: Tensor, table: Tensor, sampled: Tensor | None, positions: Tensor, cos: Tensor, sin: Tensor
 ) -> jit.Launcher | None:
     """The kernel for arguments that have been checked; None on a CPU."""
     checks.shape("ids", ids, None)
-    checks.dtype("ids", ids, torch.int64, *(() if angles else (torch.int32,)))
+    checks.dtype("ids", ids, torch.int64)
     checks.shape("table", table, None, None)
-    if angles is not None:
-        _check_angles(ids, *angles)
+    _check_angles(ids, positions, cos, sin)
     if sampled is not None:
         checks.shape("sampled", sampled, None)
         checks.dtype("sampled", sampled, torch.int64)
@@ -84,14 +64,10 @@ def _prepare(
         return None
     checks.dtype("table", table, torch.bfloat16, torch.float16, torch.float32)
     checks.rows("table", table)
-    checks.dense("ids", ids, ids.element_size())
-    for name, tensor in (("ids", ids), ("sampled", sampled)):
+    for name, tensor in (("ids", ids), ("sampled", sampled), ("positions", positions), ("cos", cos), ("sin", sin)):
         if tensor is not None:
             checks.same_device(name, tensor, table.device)
-            checks.dense(name, tensor, tensor.element_size())
-    for name, tensor in zip(("positions", "cos", "sin"), angles or (), strict=False):
-        checks.same_device(name, tensor, table.device)
-        checks.dense(name, tensor, 8 if name == "positions" else 16)
+            checks.dense(name, tensor, 16 if name in ("cos", "sin") else 8)
     size = table.element_size()
     checks.multiple("table's hidden size", table.shape[1], 16 // size, "rows are copied 16 bytes at a time")
     device = launch.device(table)
@@ -99,8 +75,7 @@ def _prepare(
     shape = ROW_SHAPES.select(ids.shape[0] // device.sms)
     from rose_dist.kernels.cute import embedding as cute  # noqa: PLC0415 - it loads the compiler
 
-    angle_bytes = angles[1].shape[1] * 4 if angles else 0
-    return cute.launcher(device.arch, table.dtype, ids.dtype, table.shape[1], shape, vector_bytes, angle_bytes)
+    return cute.launcher(device.arch, table.dtype, table.shape[1], shape, vector_bytes, cos.shape[1] * 4)
 
 
 def _check_angles(ids: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -133,7 +133,7 @@ def embeddings(arch: Arch) -> Iterator[Kernel]:
     for hidden in HIDDEN:
         for shape in ROW_SHAPES.variants:
             tiling = tile(hidden * 2 // width, width, shape)
-            yield Embed(arch, torch.bfloat16, torch.int64, tiling, width, ANGLE_BYTES)
+            yield Embed(arch, torch.bfloat16, tiling, width, ANGLE_BYTES)
 
 
 def quantizers(arch: Arch) -> Iterator[Kernel]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rose_dist.kernels import launch
-from rose_dist.kernels.embedding import embed
+from rose_dist.kernels.embedding import embed_with_angles
 from rose_dist.kernels.errors import KernelArgumentError
 from rose_dist.kernels.expert_map import map_experts
 from rose_dist.kernels.formats import FP8, NVFP4
@@ -112,8 +112,11 @@ FUNCTIONS = {
         (),
     ),
     "embed": Function(
-        lambda t: embed(t["ids"], t["table"]),
-        lambda n: {"table": bf16(4, 64), "ids": ints(n, dtype=torch.int64)},
+        lambda t: embed_with_angles(t["ids"], t["positions"], t["table"], t["cos"], t["sin"]),
+        lambda n: {
+            "table": bf16(4, 64), "ids": ints(n, dtype=torch.int64), "positions": ints(n, dtype=torch.int64),
+            "cos": fp32(9, 32), "sin": fp32(9, 32),
+        },
         ("table",),
     ),
     "qk_norm": Function(

@@ -18,7 +18,7 @@ from rose_dist.kernels.cute.embedding import Embed
 from rose_dist.kernels.errors import CompileInCaptureError, UnsupportedArchError
 from rose_dist.kernels.row_tiling import RowTiling
 
-KERNEL = Embed(HOPPER, torch.bfloat16, torch.int64, RowTiling(8, 8, 4), 16)
+KERNEL = Embed(HOPPER, torch.bfloat16, RowTiling(8, 8, 4), 16, 128)
 LOAD = """
 import logging, torch
 logging.basicConfig(level=logging.INFO)
@@ -97,16 +97,16 @@ def test_a_folder_that_cant_be_written_only_warns(
 def test_memory_serves_the_second_call(cache: Path) -> None:
     first = jit.load(KERNEL)
     jit.cache_path(KERNEL).unlink()
-    same = Embed(HOPPER, torch.bfloat16, torch.int64, RowTiling(8, 8, 4), 16)
+    same = Embed(HOPPER, torch.bfloat16, RowTiling(8, 8, 4), 16, 128)
     assert jit.load(same) is first
 
 
 def test_key_depends_on_constants_arch_and_source(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = {
         jit.cache_path(KERNEL),
-        jit.cache_path(Embed(BLACKWELL, torch.bfloat16, torch.int64, RowTiling(8, 8, 4), 16)),
-        jit.cache_path(Embed(HOPPER, torch.float16, torch.int64, RowTiling(8, 8, 4), 16)),
-        jit.cache_path(Embed(HOPPER, torch.bfloat16, torch.int64, RowTiling(8, 8, 8), 16)),
+        jit.cache_path(Embed(BLACKWELL, torch.bfloat16, RowTiling(8, 8, 4), 16, 128)),
+        jit.cache_path(Embed(HOPPER, torch.float16, RowTiling(8, 8, 4), 16, 128)),
+        jit.cache_path(Embed(HOPPER, torch.bfloat16, RowTiling(8, 8, 8), 16, 128)),
     }
     monkeypatch.setattr(jit, "_source_digest", lambda folder: "changed")
     paths.add(jit.cache_path(KERNEL))
@@ -142,17 +142,21 @@ def test_archs() -> None:
 def test_loaded_kernels_run_and_capture_refuses_new_ones(cache: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    from rose_dist.kernels.embedding import embed  # noqa: PLC0415
+    from rose_dist.kernels.embedding import embed_with_angles  # noqa: PLC0415
 
-    ids, table = torch.arange(4, device="cuda"), torch.randn(8, 160, device="cuda")
+    ids, table, angles = (torch.arange(4, device="cuda"), *(torch.randn(8, n, device="cuda") for n in (160, 32)))
+
+    def embed() -> torch.Tensor:
+        return embed_with_angles(ids, ids, table, angles, angles)[0]
+
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(CompileInCaptureError), torch.cuda.graph(graph):
-        embed(ids, table)
+        embed()
     torch.cuda.synchronize()
-    wanted = embed(ids, table)
+    wanted = embed()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = embed(ids, table)
+        out = embed()
     out.zero_()
     graph.replay()
     assert torch.equal(out, wanted)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rose_dist.kernels.embedding import embed
+from rose_dist.kernels.embedding import embed_with_angles
 from rose_dist.kernels.formats import FORMATS, NVFP4
 from rose_dist.kernels.qk_norm import PagedCache, Rotary, qk_norm_rope_cache
 from rose_dist.kernels.quantize import dequantize, quantize
@@ -112,8 +112,9 @@ def routes(rows: int, dtype: torch.dtype, move: Any) -> Tensors:
 
 
 def embeddings(rows: int, dtype: torch.dtype, move: Any) -> Tensors:
-    table, ids = randn(20, COLUMNS, dtype=dtype), torch.randint(20, (rows,))
-    return [embed(move(ids), move(table), first_id=3)]
+    table, angles = randn(20, COLUMNS, dtype=dtype), [move(randn(9, 32, dtype=torch.float32)) for _ in range(2)]
+    ids, positions = torch.randint(20, (rows,)), torch.randint(9, (rows,))
+    return list(embed_with_angles(move(ids), move(positions), move(table), *angles, first_id=3))
 
 
 FUNCTIONS: list[tuple[Callable[..., Tensors], tuple[torch.dtype, ...]]] = [

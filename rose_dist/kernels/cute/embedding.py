@@ -18,32 +18,30 @@ ANGLE_VECTOR = 16
 
 @cache
 def launcher(
-    arch: Arch, dtype: torch.dtype, id_dtype: torch.dtype, hidden: int, shape: RowShape, vector_bytes: int,
-    angle_bytes: int,
-) -> jit.Launcher:  # fmt: skip
+    arch: Arch, dtype: torch.dtype, hidden: int, shape: RowShape, vector_bytes: int, angle_bytes: int
+) -> jit.Launcher:
     tiling = tile(hidden * dtype.itemsize // vector_bytes, vector_bytes, shape)
-    return jit.load(Embed(arch, dtype, id_dtype, tiling, vector_bytes, angle_bytes))
+    return jit.load(Embed(arch, dtype, tiling, vector_bytes, angle_bytes))
 
 
 @dataclass(frozen=True)
 class Embed(jit.Kernel):
     """Copies rows; a row that is not held is written as zeros.
 
-    angle_bytes: of a row of either rotary table; 0: there are none.
+    angle_bytes: of a row of either rotary table.
     """
 
     dtype: torch.dtype
-    id_dtype: torch.dtype
     tiling: RowTiling
     vector_bytes: int
-    angle_bytes: int = 0
+    angle_bytes: int
 
     @cute.jit
     def __call__(
         self, ids: Int64, table: Int64, stride: Int64, out: Int64, first_id: Int64, held_ids: Int64, sampled: Int64,
         positions: Int64, cos: Int64, sin: Int64, cos_out: Int64, sin_out: Int64, tokens: Int32, stream: Stream,
     ) -> None:  # fmt: skip
-        """Addresses, 0 for what there is none of. `stride` of the table, in elements. See `embed_with_angles`."""
+        """Addresses, 0 for `sampled` if there are none. `stride` of the table, in elements. See `embed_with_angles`."""
         blocks = (tokens + (self.tiling.rows_per_block - 1)) // self.tiling.rows_per_block
         self.kernel(
             ids, table, stride, out, first_id, held_ids, sampled, positions, cos, sin, cos_out, sin_out, tokens
@@ -60,11 +58,10 @@ class Embed(jit.Kernel):
         ptx.exit_if(token >= tokens)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        given = Int64(vector.scalar(ids + Int64(token) * self.id_dtype.itemsize, TYPES[self.id_dtype])[0])
-        if self.angle_bytes:
-            row = Int64(vector.scalar(positions + Int64(token) * 8, Int64)[0])
-            self.copy_angles(lane, row, token, cos, cos_out)
-            self.copy_angles(lane, row, token, sin, sin_out)
+        given = Int64(vector.scalar(ids + Int64(token) * 8, Int64)[0])
+        row = Int64(vector.scalar(positions + Int64(token) * 8, Int64)[0])
+        self.copy_angles(lane, row, token, cos, cos_out)
+        self.copy_angles(lane, row, token, sin, sin_out)
         row = self.known(given, sampled) - first_id
         held = Boolean(row >= 0) & (row < held_ids)
         source = table + vector.select(held, row, Int64(0)) * stride * self.dtype.itemsize
