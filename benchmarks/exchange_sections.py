@@ -195,10 +195,11 @@ class Rank:
                 layer = self.layer(model, "prefill", changes)
                 exchange, chunk = layer.moe.exchange, layer.moe.layout.chunk
                 usual, kernels = exchange.pushers, exchange._kernels
-                for tokens, bulk, share in product(self.sizes((max(TOKENS),)), (True, False), SHARES):
-                    exchange.pushers = (int(self.sms * share),) * 2
-                    exchange._kernels = replace(kernels, bulk=bulk)
-                    arm = {"chunk": chunk, "bulk": bulk, "blocks that send": f"{share:.0%}"}
+                arms = [(int(self.sms * share),) * 2 for share in SHARES]
+                for tokens, pushers in product(self.sizes((max(TOKENS),)), [*arms, usual]):
+                    exchange.pushers = pushers
+                    exchange._kernels = replace(kernels, bulk=pushers is not usual)
+                    arm = {"chunk": chunk, "bulk": pushers is not usual, "blocks that send": str(pushers)}
                     rows.append(arm | self.line(layer.resized(tokens)))
                     self.say(rows[-1])
                     layer.moe.check()

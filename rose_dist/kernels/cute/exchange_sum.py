@@ -118,8 +118,8 @@ class RowSummer:
         for number in range(block, (live + (group - 1)) // group, blocks):
             self.await_flags(ids, number, own, epoch, report, limit_ns, rank)
             ptx.fence_async_copies()
-            if warp < self.moves.warps:
-                for at in range(warp, vector.min_of(live - number * group, Int32(group)), self.moves.warps):
+            if warp < mover.tiling.warps:
+                for at in range(warp, vector.min_of(live - number * group, Int32(group)), mover.tiling.warps):
                     self.move_sums(
                         shared,
                         ring,
@@ -133,7 +133,7 @@ class RowSummer:
                         out,
                         rank,
                     )
-        if warp < self.moves.warps:
+        if warp < mover.tiling.warps:
             mover.complete(shared, ring, ring[0][0])
 
     def results(self, own: Any, epoch: Any) -> Any:
