@@ -20,12 +20,13 @@ from benchmarks.exchange_layers import BF16, MODELS, Layer, Model, varied
 from benchmarks.exchange_vdev import vdev
 from benchmarks.gpu_ranks import Control, link_rate, memory_of
 from benchmarks.graphs import captured, time_call
-from rose_dist.kernels import jit
+from rose_dist.kernels import jit, launch
 from rose_dist.kernels.arch import Arch, device_info
 from rose_dist.kernels.exchange_kernels import ExchangeKernels
 from rose_dist.kernels.exchange_order import order_kernel
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.formats import FP8
+from rose_dist.kernels.probe import MOVES, PEER_WAYS, PeerCopies
 from rose_dist.kernels.quantize import quantize
 from rose_dist.kernels.sync import WaitExpiredError
 
@@ -49,6 +50,8 @@ MOST_TOKENS = {"forms": max(FORMS), "dead": 8}
 """That each section's layouts are built for."""
 SHARES = (0.17, 0.25, 0.33, 0.5)
 """Of the blocks, that send."""
+BLOCKS = (8, 16, 24, 33, 44, 66, 132)
+"""That copy to the next rank."""
 HEAP = 16 << 30
 
 
@@ -193,14 +196,35 @@ class Rank:
                 layer = self.layer(model, "prefill", changes)
                 exchange, chunk = layer.moe.exchange, layer.moe.layout.chunk
                 usual, kernels = exchange.pushers, exchange._kernels
-                for tokens, bulk, share in product(self.sizes((max(TOKENS),)), (True, False), SHARES):
-                    exchange.pushers = (int(self.sms * share),) * 2
-                    exchange._kernels = replace(kernels, bulk=bulk)
-                    arm = {"chunk": chunk, "bulk": bulk, "blocks that send": f"{share:.0%}"}
+                arms = [(int(self.sms * share),) * 2 for share in SHARES]
+                for tokens, pushers in product(self.sizes((max(TOKENS),)), [*arms, usual]):
+                    exchange.pushers = pushers
+                    exchange._kernels = replace(kernels, bulk=pushers is not usual)
+                    arm = {"chunk": chunk, "bulk": pushers is not usual, "blocks that send": str(pushers)}
                     rows.append(arm | self.line(layer.resized(tokens)))
                     self.say(rows[-1])
                     layer.moe.check()
                 exchange.pushers, exchange._kernels = usual, kernels
+        return rows
+
+    def links(self, budget_s: float) -> list[dict[str, Any]]:
+        """What blocks can do on the links while all ranks do the same: copies to or from the next rank."""
+        del budget_s
+        rows, count = [], (64 << 20) // MOVES.row_bytes
+        region = self.memory.take(2 * count * MOVES.row_bytes)
+        near, far = (region.addresses[(self.rank + i) % self.ranks] for i in range(2))
+        for blocks in BLOCKS:
+            line: dict[str, Any] = {"blocks": blocks}
+            for way in PEER_WAYS:
+                source, target = (far, near) if "loads" in way else (near, far)
+                arguments = source, target + count * MOVES.row_bytes, count, blocks
+                kernel = jit.load(PeerCopies(device_info(self.device.index).arch, way))
+                call = functools.partial(launch.run, kernel, self.token, *arguments)
+                took = self.time(call, 4)
+                line[f"{way} GB/s"] = None if took is None else count * MOVES.row_bytes / took / 1e3
+                line[f"{way} % of copies"] = None if took is None else 100 * count * MOVES.row_bytes / took / self.rate
+            rows.append(line)
+            self.say(line)
         return rows
 
     def others(self, layer: Layer) -> dict[str, Callable[[], Any]]:
@@ -285,7 +309,9 @@ def build_kernels(arch: Arch, sections: Iterable[str], models: list[Model], rank
     """All that the sections' layers load, compiled to disk by as many processes as there are cores; their number."""
     kernels: dict[jit.Kernel, None] = {}
     for section in sections:
-        for model in {"dead": [MODELS[0]], "vdev": []}.get(section, models):
+        if section == "links":
+            kernels |= dict.fromkeys(PeerCopies(arch, way) for way in PEER_WAYS)
+        for model in {"dead": [MODELS[0]], "vdev": [], "links": []}.get(section, models):
             config = model.config(MOST_TOKENS.get(section, max(TOKENS)))
             for changes in VARIANTS.get(section, ({},)):
                 layout = varied(config, ranks, 1, changes)

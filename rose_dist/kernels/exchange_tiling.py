@@ -147,6 +147,11 @@ class SumTiling:
         return self.ring_offset + self.warps * self.stages * self.stage_bytes
 
 
+def sum_parts(chunk: int) -> int:
+    """In which a chunk's results are summed, each by a block: the last chunks come all at once."""
+    return 4 if chunk % 4 == 0 else 1
+
+
 def record_tiling(layout: ExchangeLayout, most: int, least: int = LEAST_THREADS) -> PacketTiling:
     """Of a record's row and scales; a part of a quantised record is whole units."""
     return PacketTiling(layout.data_packets, most, PART_UNIT if layout.quantized is None else UNIT_PACKETS, least)

@@ -18,7 +18,7 @@ from rose_dist.kernels.exchange_kernels import ExchangeKernels
 from rose_dist.kernels.exchange_layout import ExchangeLayout
 from rose_dist.kernels.exchange_order import SourceOrder
 from rose_dist.kernels.exchange_sizes import HEADER_WORDS
-from rose_dist.kernels.exchange_tiling import PARTS, PUSHERS, SUM_PUSHERS, PacketTiling, record_tiling
+from rose_dist.kernels.exchange_tiling import PARTS, PUSHERS, SUM_PUSHERS, PacketTiling, record_tiling, sum_parts
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.moe_dispatch import LIMIT_NS
 from rose_dist.kernels.peer_regions import STAGES
@@ -235,7 +235,8 @@ class ExpertExchange:
         layout, state, send = self.layout, self._state.data_ptr(), expert_out is not None
         by_token = tokens <= layout.packet_tokens
         pushers = self.pushers[1] if send else 0
-        summers = max(1, min(self._sms - pushers, tokens if by_token else -(-tokens // layout.chunk)))
+        items = tokens if by_token else -(-tokens // layout.chunk) * sum_parts(layout.chunk)
+        summers = max(1, min(self._sms - pushers, items))
         launch.run(
             _load(self._kernels.sum(out.dtype, accumulate, by_token, send)), self._state,
             *_results(expert_out, received), ids, weights, live_rows, out, self._returns, self._own, state + 16,

@@ -6,9 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from rose_dist.kernels import jit, ptx, sync, vector
+from rose_dist.kernels.cute.row_mover import RowMover, dynamic_shared
 from rose_dist.kernels.dsl import Float32, Int32, Int64, Stream, Uint16, Uint32, const_expr, cute, range_constexpr
+from rose_dist.kernels.exchange_tiling import MoverTiling
+from rose_dist.kernels.variants import WARP
 
 BARRIER_STAGE = 1
+UNROLL = 4
+PEER_WAYS = ("stores", "loads", "bulk stores", "bulk loads")
+"""Of `PeerCopies`."""
+MOVES = MoverTiling(3584)
 
 
 @dataclass(frozen=True)
@@ -81,3 +88,44 @@ class Primitives(jit.Kernel):
         ptx.fence(scope)
         before = ptx.fetch_add(flags + 28, Uint32(1), scope)
         ptx.compare_and_swap(flags + 32, before, Uint32(Uint16(3)), scope)
+
+
+@dataclass(frozen=True)
+class PeerCopies(jit.Kernel):
+    """Copies rows of `MOVES.row_bytes` to or from another GPU, one of `PEER_WAYS`: by threads' own 16-byte accesses, or
+    by bulk copies through shared memory; what is not said to be of the other GPU is of this one.
+    """
+
+    way: str
+    threads: int = 512
+
+    @cute.jit
+    def __call__(self, source: Int64, target: Int64, rows: Int32, blocks: Int32, stream: Stream) -> None:
+        """Addresses: source and target u8 [rows, MOVES.row_bytes]."""
+        self.kernel(source, target, rows).launch(
+            grid=[blocks, 1, 1], block=[self.threads, 1, 1], smem=MOVES.shared_bytes, stream=stream, use_pdl=True,
+            min_blocks_per_mp=1,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(self, source: Int64, target: Int64, rows: Int32) -> None:
+        block, blocks, thread = cute.arch.block_idx()[0], cute.arch.grid_dim()[0], cute.arch.thread_idx()[0]
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(self.way.startswith("bulk")):
+            mover, shared = RowMover(MOVES), dynamic_shared()
+            mover.set_up(shared)
+            if thread // WARP < MOVES.warps:
+                ring = mover.ring()
+                for row in range(block * MOVES.warps + thread // WARP, rows, blocks * MOVES.warps):
+                    at = Int64(row) * MOVES.row_bytes
+                    mine = Int64(vector.select(thread % WARP == 0, target + at, Int64(0)))
+                    mover.move(shared, ring, source + at, mine)
+                mover.complete(shared, ring, ring[0][0])
+        else:
+            vectors = rows * (MOVES.row_bytes // 16)
+            for first in range(block * self.threads * UNROLL + thread, vectors, blocks * self.threads * UNROLL):
+                numbers = [vector.min_of(first + i * self.threads, vectors - 1) for i in range(UNROLL)]
+                values = [ptx.load_16b(source + Int64(number) * 16) for number in numbers]
+                for i in range_constexpr(UNROLL):
+                    ptx.store_16b(target + Int64(numbers[i]) * 16, values[i])

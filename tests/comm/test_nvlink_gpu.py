@@ -217,6 +217,7 @@ ROWS = {
     "quantised by a launch": Case(tokens=(5, 2), quantized=BLOCKS_FP8, hidden=272),
     "one-byte scales": Case(tokens=(5, 4), dtype=FP8, out_dtype=BF16, scale_dim=5, scale_dtype=torch.uint8, hidden=48),
     "top 17": Case(tokens=(5, 4), top_k=17, experts=37),
+    "rows of several pieces": Case(tokens=(6, 4), hidden=3600, dtype=BF16),
 }
 
 ROWS |= {f"{name}, partial sums": replace(case, partial_sums=True) for name, case in ROWS.items()}

@@ -53,7 +53,7 @@ class RecordMover:
         ring, area, end = mover.ring(), pusher.area(rank, epoch), Int32(0)
         before, third, third_before = Int32(-1), Int32(0), Int32(0)
         chunks = (live + (size - 1)) // size
-        for chunk in range(block, vector.max_of(chunks, block + 1), blocks):
+        for chunk in range(block, chunks + blocks, blocks):  # the last has no tokens
             pusher.find_destinations(ids, chunk, live, masks, third)
             cute.arch.sync_threads()
             if warp < self.tiling.warps:
@@ -69,11 +69,8 @@ class RecordMover:
                 )  # fmt: skip
                 mover.complete(shared, ring, end)
             self.release(peers, rank, before, epoch, masks, third_before)
-            before, third_before = vector.select(chunk < chunks, chunk, Int32(-1)), third
+            before, third_before = chunk, third
             third = vector.select(third == 2 * size, Int32(0), third + size)
-        if warp < self.tiling.warps:
-            mover.complete(shared, ring, ring[0][0])
-        self.release(peers, rank, before, epoch, masks, third_before)
 
     @cute.jit
     def send_headers(

@@ -195,6 +195,17 @@ class Arrivals:
             most = vector.max_of(most, self.units(headers, forms, source))
         return most * self.layout.ranks
 
+    def turns_of_others(self, headers: Any, forms: tuple[int, ...]) -> Any:
+        """Items for `others_by_turns`."""
+        return self.turns(headers, forms) // self.layout.ranks * (self.layout.ranks - 1)
+
+    def others_by_turns(self, headers: Any, forms: tuple[int, ...], item: Any, rank: Any) -> Any:
+        """`by_turns` without this rank's own units. Blocks that take every n-th item of `by_turns` would have other
+        numbers of own ones, for even n and two ranks all or none."""
+        others = self.layout.ranks - 1
+        source, number = (rank + 1 + item % others) % self.layout.ranks, item // others
+        return source, number, Boolean(number < self.units(headers, forms, source))
+
     def by_turns(self, headers: Any, forms: tuple[int, ...], item: Any, rank: Any) -> Any:
         """Item number `item`, in the order in which units arrive: first units of all sources, second ones, …: its
         source, its number there, and whether there is one.

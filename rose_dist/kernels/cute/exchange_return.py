@@ -78,9 +78,9 @@ class ResultSender:
                 else:
                     self.push_packets(expert_out, row_stride, slots, record, split, chosen, inbox, epoch)
         if const_expr(layout.has_returns):
-            for item in range(block, arrivals.turns(headers, (RETURNS,)), blocks):
-                source, row, there = arrivals.by_turns(headers, (RETURNS,), item, rank)
-                if there & self.wanted(peers, source, rank):
+            for item in range(block, self.turns(arrivals, headers, RETURNS), blocks):
+                source, row, there = self.by_turns(arrivals, headers, RETURNS, item, rank)
+                if there & (peer(peers, source) != 0):
                     record = Int64(source) * layout.max_records + row
                     self.push_record(expert_out, row_stride, tokens_of, slots, record, peer(peers, source), epoch, rank)
         if const_expr(self.moves is not None):
@@ -88,9 +88,9 @@ class ResultSender:
                 shared, expert_out, row_stride, headers, tokens_of, slots, runs, peers, epoch, rank, block, blocks
             )
         elif const_expr(layout.has_rows):
-            for item in range(block, arrivals.turns(headers, (ROWS,)), blocks):
-                source, chunk, there = arrivals.by_turns(headers, (ROWS,), item, rank)
-                if there & self.wanted(peers, source, rank):
+            for item in range(block, self.turns(arrivals, headers, ROWS), blocks):
+                source, chunk, there = self.by_turns(arrivals, headers, ROWS, item, rank)
+                if there & (peer(peers, source) != 0):
                     self.push_chunk(
                         expert_out, row_stride, source, chunk, tokens_of, slots, runs, peer(peers, source), epoch, rank
                     )
@@ -101,10 +101,13 @@ class ResultSender:
         assert self.moves is not None
         return ResultMover(self.layout, self.moves, threads)
 
-    def wanted(self, peers: Any, source: Any, rank: Any) -> Any:
-        """Whether plain results go to a source's region."""
-        near = Boolean(peer(peers, source) != 0)
-        return near & (source != rank) if self.skip_own else near
+    def turns(self, arrivals: Arrivals, headers: Any, form: int) -> Any:
+        return arrivals.turns_of_others(headers, (form,)) if self.skip_own else arrivals.turns(headers, (form,))
+
+    def by_turns(self, arrivals: Arrivals, headers: Any, form: int, item: Any, rank: Any) -> Any:
+        """An item's source, its number there, and whether there is one."""
+        turns = arrivals.others_by_turns if self.skip_own else arrivals.by_turns
+        return turns(headers, (form,), item, rank)
 
     # --- Packets -----------------------------------------------------------------------------------------------------
 

@@ -43,22 +43,20 @@ class ResultMover:
         warp, arrivals, mover = cute.arch.thread_idx()[0] // WARP, Arrivals(self.layout, HEADER_WORDS), self.mover
         mover.set_up(shared)
         ring = mover.ring()
-        before, region_before, end = Int32(-1), Int64(0), Int32(0)
-        for item in range(block, arrivals.turns(headers, (ROWS,)), blocks):
-            source, chunk, there = arrivals.by_turns(headers, (ROWS,), item, rank)
+        before, region_before = Int32(-1), Int64(0)
+        for item in range(block, arrivals.turns_of_others(headers, (ROWS,)) + blocks, blocks):
+            source, chunk, there = arrivals.others_by_turns(headers, (ROWS,), item, rank)
             region = peer(peers, source)
-            if there & (source != rank) & (region != 0):
-                if warp < self.tiling.warps:
-                    end = ring[0][0]
+            wanted = Boolean(there & (region != 0))
+            if warp < self.tiling.warps:
+                end = ring[0][0]
+                if wanted:
                     self.move_chunk(
                         shared, ring, expert_out, row_stride, source, chunk, tokens_of, slots, runs, region, epoch
                     )
-                    mover.complete(shared, ring, end)
-                release(self.layout, region_before, before, epoch, rank, self.threads)
-                before, region_before = chunk, region
-        if warp < self.tiling.warps:
-            mover.complete(shared, ring, ring[0][0])
-        release(self.layout, region_before, before, epoch, rank, self.threads)
+                mover.complete(shared, ring, end)
+            release(self.layout, region_before, before, epoch, rank, self.threads)
+            before, region_before = Int32(vector.select(wanted, chunk, Int32(-1))), region
 
     @cute.jit
     def move_chunk(
@@ -129,22 +127,20 @@ class SumSender:
         warp, arrivals, mover = cute.arch.thread_idx()[0] // WARP, Arrivals(self.layout, HEADER_WORDS), self.mover
         mover.set_up(shared)
         ring = mover.ring()
-        before, region_before, end = Int32(-1), Int64(0), Int32(0)
-        for item in range(block, arrivals.turns(headers, (ROWS,)), blocks):
-            source, chunk, there = arrivals.by_turns(headers, (ROWS,), item, rank)
+        before, region_before = Int32(-1), Int64(0)
+        for item in range(block, arrivals.turns_of_others(headers, (ROWS,)) + blocks, blocks):
+            source, chunk, there = arrivals.others_by_turns(headers, (ROWS,), item, rank)
             region = peer(peers, source)
-            if there & (source != rank) & (region != 0):
-                if warp < self.tiling.warps:
-                    end = ring[0][0]
+            wanted = Boolean(there & (region != 0))
+            if warp < self.tiling.warps:
+                end = ring[0][0]
+                if wanted:
                     self.sum_chunk(
                         shared, ring, expert_out, row_stride, source, chunk, tokens_of, slots, runs, region, epoch
                     )
-                    mover.complete(shared, ring, end)
-                release(self.layout, region_before, before, epoch, rank, self.threads)
-                before, region_before = chunk, region
-        if warp < self.tiling.warps:
-            mover.complete(shared, ring, ring[0][0])
-        release(self.layout, region_before, before, epoch, rank, self.threads)
+                mover.complete(shared, ring, end)
+            release(self.layout, region_before, before, epoch, rank, self.threads)
+            before, region_before = Int32(vector.select(wanted, chunk, Int32(-1))), region
 
     @cute.jit
     def sum_chunk(

@@ -100,8 +100,9 @@ class DispatchRows(jit.Kernel):
     ) -> None:  # fmt: skip
         live, epoch = vector.live_rows(live_rows, tokens), packets.current_epoch(send_state)
         pusher: Any = RowPusher(self.layout, THREADS)
-        if const_expr(self.moves is not None):
-            pusher = RecordMover(self.layout, self.moves, THREADS)
+        moves: Any = self.moves
+        if const_expr(moves is not None):
+            pusher = RecordMover(self.layout, moves, THREADS)
         pusher.push(
             x, scales, ids, weights, numbers, pair_counts, pair_offsets, sent, peers, live, epoch, rank, block, blocks
         )
@@ -114,9 +115,10 @@ class DispatchRows(jit.Kernel):
         runs: Int64, own: Int64, receive_state: Int64, report: Int64, limit_ns: Int64, rank: Int32, block: Int32,
         blocks: Int32,
     ) -> None:  # fmt: skip
-        epoch, tiling = packets.current_epoch(receive_state), record_tiling(self.layout, PARTS.variants[-1], THREADS)
+        tiling, moves = record_tiling(self.layout, PARTS.variants[-1], THREADS), self.moves
+        epoch = packets.current_epoch(receive_state)
         receiver = RecordReceiver(self.layout, self.packed, tiling, self.vector_bytes)
-        if const_expr(self.moves is None):
+        if const_expr(moves is None):
             receiver.take(
                 packed, packed_scales, counts, offsets, sources, tokens_of, slots, runs, own, epoch, report, limit_ns,
                 rank, block, blocks,
@@ -129,7 +131,7 @@ class DispatchRows(jit.Kernel):
                 headers, starts, passed, meta, packed, packed_scales, tokens_of, slots, own, epoch, report, limit_ns,
                 rank, block, blocks,
             )  # fmt: skip
-            RecordTaker(self.layout, self.packed, self.moves).take(
+            RecordTaker(self.layout, self.packed, moves).take(  # type: ignore[arg-type]
                 x, scales, ids, weights, numbers, pair_offsets, headers, starts, passed, packed, packed_scales,
                 tokens_of, slots, runs, own, epoch, report, limit_ns, rank, block, blocks,
             )  # fmt: skip

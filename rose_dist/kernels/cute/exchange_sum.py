@@ -16,7 +16,7 @@ from rose_dist.kernels.cute.row_mover import dynamic_shared
 from rose_dist.kernels.cute.sum_mover import SumMover
 from rose_dist.kernels.dsl import TYPES, Boolean, Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 from rose_dist.kernels.exchange_layout import ExchangeLayout
-from rose_dist.kernels.exchange_tiling import PacketTiling, SumTiling
+from rose_dist.kernels.exchange_tiling import PacketTiling, SumTiling, sum_parts
 from rose_dist.kernels.peer_regions import RESULT_CHUNK_STAGE
 from rose_dist.kernels.variants import WARP
 
@@ -66,7 +66,12 @@ class RowSummer:
     @property
     def share(self) -> int:
         """Warps that share a token, where ranks' sums come."""
-        return self.warps // self.group
+        return self.warps // (self.group // self.parts)
+
+    @property
+    def parts(self) -> int:
+        """That a chunk is taken in, each by a block."""
+        return 1 if self.by_token else sum_parts(self.layout.chunk)
 
     @property
     def group(self) -> int:
@@ -84,18 +89,20 @@ class RowSummer:
         """
         layout, thread, group = self.layout, cute.arch.thread_idx()[0], self.group
         results, mine = self.results(own, epoch), self.mine(slots)
-        for number in range(block, (live + (group - 1)) // group, blocks):
+        for item in range(block, (live + (group - 1)) // group * self.parts, blocks):
+            number = item // self.parts
             self.await_flags(ids, number, own, epoch, report, limit_ns, rank)
-            here = vector.min_of(live - number * group, Int32(group))
+            first = number * group + item % self.parts * (group // self.parts)
+            here = vector.min_of(live - first, Int32(group // self.parts))
             if const_expr(layout.weighted):
                 for at in range(thread // WARP // self.share, here, self.warps // self.share):
                     self.sum_sums(
-                        number * group + at, thread // WARP % self.share, expert_out, row_stride, mine, ids, weights,
+                        first + at, thread // WARP % self.share, expert_out, row_stride, mine, ids, weights,
                         results, out, rank,
                     )  # fmt: skip
             else:
                 for at in range(thread, here * self.vectors, self.threads):
-                    token, column = number * group + at // self.vectors, at % self.vectors
+                    token, column = first + at // self.vectors, at % self.vectors
                     self.sum(token, column, expert_out, row_stride, mine, ids, weights, results, out, rank)
 
     @cute.jit
@@ -111,8 +118,8 @@ class RowSummer:
         for number in range(block, (live + (group - 1)) // group, blocks):
             self.await_flags(ids, number, own, epoch, report, limit_ns, rank)
             ptx.fence_async_copies()
-            if warp < self.moves.warps:
-                for at in range(warp, vector.min_of(live - number * group, Int32(group)), self.moves.warps):
+            if warp < mover.tiling.warps:
+                for at in range(warp, vector.min_of(live - number * group, Int32(group)), mover.tiling.warps):
                     self.move_sums(
                         shared,
                         ring,
@@ -126,7 +133,7 @@ class RowSummer:
                         out,
                         rank,
                     )
-        if warp < self.moves.warps:
+        if warp < mover.tiling.warps:
             mover.complete(shared, ring, ring[0][0])
 
     def results(self, own: Any, epoch: Any) -> Any:

@@ -56,14 +56,13 @@ class RecordTaker:
         shared = dynamic_shared()
         mover.set_up(shared)
         if cute.arch.thread_idx()[0] // WARP < self.tiling.warps:
-            ring, alive, others = mover.ring(), Boolean(passed[0] != 0), layout.ranks - 1
-            items = arrivals.turns(headers, (ROWS,)) // layout.ranks * others
+            ring, alive = mover.ring(), Boolean(passed[0] != 0)
+            items = arrivals.turns_of_others(headers, (ROWS,))
             mine, item, chunk = arrivals.units(headers, (ROWS,), rank), block, block
             turns = (vector.max_of(items - block, Int32(0)) + (blocks - 1)) // blocks
             turns += (vector.max_of(mine - block, Int32(0)) + (blocks - 1)) // blocks
             for _ in range(turns):
-                source, number = (rank + 1 + item % others) % layout.ranks, item // others
-                there = number < arrivals.units(headers, (ROWS,), source)
+                source, number, there = arrivals.others_by_turns(headers, (ROWS,), item, rank)
                 wanted = Boolean(item < items)
                 if wanted & there & alive & (chunk < mine):
                     wanted = self.has_come(own, source, number, epoch)
