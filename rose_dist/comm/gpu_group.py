@@ -1,4 +1,4 @@
-"""A tensor-parallel group of GPUs: all its collectives are one all-reduce over NVLink, fit for CUDA graphs."""
+"""A tensor-parallel group of GPUs: its collectives go by packets over NVLink and fit into CUDA graphs."""
 
 from __future__ import annotations
 
