@@ -1,4 +1,4 @@
-"""A tensor-parallel group of GPUs: its collectives go by packets over NVLink and fit into CUDA graphs."""
+"""A tensor-parallel group of GPUs: its collectives go over NVLink and fit into CUDA graphs."""
 
 from __future__ import annotations
 
