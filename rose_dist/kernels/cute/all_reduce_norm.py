@@ -51,7 +51,8 @@ class CombineReduceNorm(jit.Kernel):
             peer7, source_bytes, state, report, limit_ns, rank, eps,
         ).launch(
             grid=[tokens * self.blocks, 1, 1], block=[self.shot.threads, 1, 1], cluster=[self.blocks, 1, 1],
-            stream=stream, use_pdl=True, min_blocks_per_mp=max(1, SM_THREADS // self.shot.threads), preferred_smem_carveout=100,
+            stream=stream, use_pdl=True, min_blocks_per_mp=max(1, SM_THREADS // self.shot.threads),
+            preferred_smem_carveout=100,
         )  # fmt: skip
 
     @cute.kernel
