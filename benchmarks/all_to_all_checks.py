@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.all_to_all_ranks import BF16, CHECK_SPIN, LINEAR, SHAPES, Bench
+from benchmarks.all_to_all_ranks import BF16, CHECK_SPIN, EPS, LINEAR, SHAPES, Bench
 from benchmarks.graphs import captured
+from rose_dist.comm.layout import even_split
 from rose_dist.kernels.linear_add import linear_add
+from rose_dist.kernels.rms_norm import rms_norm
 
 REPLAYS = 2000
 
@@ -29,6 +31,8 @@ class CheckedBench(Bench):
             rows.append(self.check_combine(hidden, k, n, budget_s / len(cases) / 4))
             if n <= 8:
                 rows.append(self.check_layer_ends(hidden, k, n, budget_s / len(cases) / 4))
+        for n in (1, 40):
+            rows.append(self.check_gather(n, budget_s / len(cases) / 4))
         self.check_special_values()
         return {"checks": rows, "symmetric memory": self.heap}
 
@@ -110,7 +114,7 @@ class CheckedBench(Bench):
         )  # fmt: skip
 
     def check_layer_ends(self, hidden: int, k: int, rows: int, budget_s: float) -> dict[str, Any]:
-        """What both halves of a decoder layer add to the residual; each rank has its own weights for its experts."""
+        """What both halves of a decoder layer add to the residual, and its norm; each rank has its experts' weights."""
         reduce, shape = self.ours[hidden, "ours"], (rows, hidden)
         x, total, moe_total, wanted, moe_wanted = (torch.zeros(shape, dtype=BF16, device=self.device) for _ in range(5))
         expert_rows = torch.zeros(rows * k, hidden, dtype=BF16, device=self.device)
@@ -118,10 +122,13 @@ class CheckedBench(Bench):
         weights = torch.zeros(rows, k, device=self.device)
         projection = torch.randn(hidden, LINEAR[1] // self.ranks, device=self.device).to(BF16) / 64
         attended = torch.zeros(rows, projection.shape[1], dtype=BF16, device=self.device)
-        projected, apart = (torch.zeros(shape, dtype=BF16, device=self.device) for _ in range(2))
+        projected, apart, end, normed = (torch.zeros(shape, dtype=BF16, device=self.device) for _ in range(4))
+        scale = torch.ones(hidden, dtype=BF16, device=self.device)
         errors = {
             "after attention": functools.partial(bits_apart, total, wanted),
             "after the experts": functools.partial(bits_apart, moe_total, moe_wanted),
+            "at the layer's end": functools.partial(bits_apart, end, moe_wanted),
+            "the norm": lambda: beyond_rounding(normed, torch.nn.functional.rms_norm(end.float(), (hidden,), eps=EPS)),
         }
         if reduce.takes_linear(projection):
             errors["after a projection"] = functools.partial(bits_apart, projected, apart)
@@ -130,7 +137,7 @@ class CheckedBench(Bench):
             parts = self.values((rows * (k + 1), hidden), count)
             residual = self.values(shape, count + REPLAYS)[0]
             chosen = [factor.float() for factor in self.values((rows, k), count + 2 * REPLAYS)]
-            for target in (total, moe_total, projected, apart):
+            for target in (total, moe_total, projected, apart, end):
                 target.copy_(residual)
             attended.normal_()
             x.copy_(parts[self.rank][:rows])
@@ -149,8 +156,33 @@ class CheckedBench(Bench):
                 reduce.add_linear(attended, projection, None, projected)
                 reduce.add(linear_add(attended, projection, None, None), apart)
             reduce.combine(expert_rows, slots, weights, moe_total, tokens=rows, accumulate=True)
+            rms_norm(x, scale, EPS, ends_chain=True)  # in the place of the experts' launch
+            normed.copy_(reduce.combine_norm(expert_rows, slots, weights, end, scale, EPS))
 
         return self.replay(f"ends of a layer: {rows} x {hidden}", budget_s, refill, captured(call), errors)
+
+    def check_gather(self, rows: int, budget_s: float) -> dict[str, Any]:
+        """Logits, in one exchange and in several."""
+        reduce, columns = self.ours[2880, "ours"], 201089
+        widths = [len(even_split(columns, self.ranks, rank)) for rank in range(self.ranks)]
+        part = torch.zeros(rows, widths[self.rank], device=self.device)
+        found, wanted = (torch.zeros(rows, columns, dtype=BF16, device=self.device) for _ in range(2))
+
+        def refill(count: int) -> None:
+            whole = self.values((rows, columns), count)[0]
+            part.copy_(whole.split(widths, 1)[self.rank])
+            if self.rank == 0:
+                wanted.copy_(whole)
+
+        def call() -> None:
+            gathered = reduce.gather_columns(part, columns)
+            if gathered is not None:
+                found.copy_(gathered)
+
+        return self.replay(
+            f"gather: {rows} x {columns}", budget_s, refill, captured(call),
+            {"logits": functools.partial(bits_apart, found, wanted)},
+        )  # fmt: skip
 
     def check_special_values(self) -> None:
         """No bits of the data are taken for a flag: this would hang, and then say so."""
@@ -164,6 +196,11 @@ class CheckedBench(Bench):
                     raise RuntimeError(f"WRONG RESULT for words 0x{word:08x}")
         for one in self.ours.values():
             one.check()
+
+
+def beyond_rounding(found: Tensor, exact: Tensor) -> Tensor:
+    """By how much values in bf16 are further from exact ones than two roundings bring them."""
+    return ((found.float() - exact).abs() - exact.abs() * 2**-7).clamp(min=0).max()
 
 
 def bits_apart(a: Tensor, b: Tensor) -> Tensor:

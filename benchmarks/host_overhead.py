@@ -125,7 +125,7 @@ class Pass:
         )  # fmt: skip
         options = BuildOptions(
             World.join(log_level=logging.WARNING).groups(Layout.of(1)), tokens + decodes, torch.bfloat16, device,
-            "mxfp4", max(decodes, 1), moe_activations=activations,
+            "mxfp4", moe_activations=activations,
         )  # fmt: skip
         self.model = GptOssForCausalLM(GptOssConfig.from_json(preset), options)
         fill_randomly(self.model)

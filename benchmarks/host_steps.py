@@ -58,7 +58,7 @@ class Server:
             max_context=8192, ladder=ladder_for(batch), overlap=True,
         )  # fmt: skip
         groups = World.join(log_level=logging.WARNING).groups(Layout.of(1))
-        options = BuildOptions(groups, config.max_step_tokens, torch.bfloat16, config.device, "mxfp4", batch)
+        options = BuildOptions(groups, config.max_step_tokens, torch.bfloat16, config.device, "mxfp4")
         self.engine = Engine(config, groups, GptOssForCausalLM(GptOssConfig.from_json(preset), options))
         runner = self.engine.runner
         runner._planners = [

@@ -1,4 +1,4 @@
-"""A tensor-parallel group of GPUs: all its collectives are one all-reduce over NVLink, fit for CUDA graphs."""
+"""A tensor-parallel group of GPUs: its collectives go over NVLink and fit into CUDA graphs."""
 
 from __future__ import annotations
 
@@ -42,10 +42,12 @@ class GpuGroup:
 
     def broadcast(self, tensor: Tensor) -> None:
         octets, hidden = tensor.view(torch.uint8), self.reduce.sizes.hidden
-        rows = tensor.new_zeros(-(-tensor.nbytes // hidden), hidden, dtype=self.reduce.sizes.dtype)
-        # bf16 holds the number that a byte is.
+        rows = tensor.new_empty(-(-tensor.nbytes // hidden), hidden, dtype=self.reduce.sizes.dtype)
+        # bf16 holds the number that a byte is; what lies beyond is not looked at.
         travelling = rows.view(-1)[: tensor.nbytes]
         if self.rank == 0:
             travelling.copy_(octets)
+        else:
+            travelling.zero_()
         self.reduce(rows, rows)
         octets.copy_(travelling)

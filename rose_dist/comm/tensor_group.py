@@ -21,8 +21,8 @@ class TensorGroup(Protocol):
         """Add the sum of x Wᵀ + b over the ranks to `residual`, in place; sizes as for `kernels.linear_add`."""
 
     def gather_columns(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
-        """fp32 [rows, widths[rank]] of every rank side by side, [rows, Σ widths], on the first rank; None elsewhere. The
-        widths are those of `even_split`. GPUs round to bf16.
+        """fp32 [rows, widths[rank]] of every rank side by side, [rows, Σ widths], on the first rank; None elsewhere.
+        The widths are those of `even_split`. GPUs round to bf16.
         """
 
     def broadcast(self, tensor: Tensor) -> None:

@@ -83,7 +83,6 @@ class Engine:
             config.torch_dtype,
             config.device,
             config.moe_weights,
-            config.max_running,
             config.redundant_experts,
             config.moe_activations,
             config.rail_forwarding,

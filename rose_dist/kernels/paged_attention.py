@@ -89,7 +89,8 @@ def decode(
         early: whether the launches that may still run when this one begins write nothing of all this, the workspace
             included, but queries and the keys and values of each request's last token, so that the others may be
             fetched meanwhile. A launch that lets its dependents begin before its own wait (`linear_rotary`) adds the
-            one before it to those; in a layer, the experts' launches wait first and so end the chain.
+            one before it to those; in a layer, the experts' launches wait first and so end the chain. Of few query
+            heads (`gives_way`) this launch is such a one too.
 
     Returns:
         `out`, or a new tensor like it.

@@ -14,7 +14,6 @@ from rose_dist.layers.expert_matrices import MoeActivations, MoeWeights
 class BuildOptions:
     """
     max_tokens: most tokens of one step on one rank.
-    max_rows: most rows of logits of one step.
     redundant_experts: slots of each layer beyond one an expert, for copies of popular experts.
     dtype: of weights and activations.
     moe_weights: how the experts' matrices are held; MXFP4 only of checkpoints that store it, FP8 of any.
@@ -27,7 +26,6 @@ class BuildOptions:
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     moe_weights: MoeWeights = "bf16"
-    max_rows: int = 64
     redundant_experts: int = 0
     moe_activations: MoeActivations = "bf16"
     rail_forwarding: bool = False

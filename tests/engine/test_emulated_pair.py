@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,30 +179,3 @@ def test_columns_are_gathered_on_the_first_rank(
     assert found[1:] == [[None, None]] * (ranks - 1)
     for got, whole in zip(found[0], wholes, strict=True):
         assert torch.equal(got.as_subclass(torch.Tensor), whole.to(BF16).float())
-
-
-class Summed:
-    """An all-reduce of threads: what follows one in torch waits for it, as on a stream."""
-
-    def __init__(self, ranks: int) -> None:
-        self.sizes, self.given = Sizes(ranks, 64, BF16, 8, SMS), [None] * ranks
-        self.meeting = threading.Barrier(ranks, timeout=10)
-
-    def of(self, rank: int) -> Any:
-        def reduce(x: torch.Tensor, out: torch.Tensor) -> None:
-            self.given[rank] = x.float()
-            self.meeting.wait()
-            out.copy_(sum(self.given))
-
-        reduce.sizes = self.sizes
-        return reduce
-
-
-def test_every_rank_gets_what_the_first_one_has() -> None:
-    """Numbers of all sizes, in more bytes than a row of the all-reduce has elements."""
-    numbers = torch.tensor([0, 1, 255, 256, 201087, 2**24 + 1, 2**40 - 3, 2**63 - 1, -1, 7])
-    found, summed = [numbers.clone(), numbers.flip(0)], Summed(2)
-    with ThreadPoolExecutor(2) as threads:
-        groups = [GpuGroup(OneOf(rank, 2), summed.of(rank)) for rank in range(2)]
-        list(threads.map(lambda group, tensor: group.broadcast(tensor), groups, found))
-    assert [one.tolist() for one in found] == [numbers.tolist()] * 2

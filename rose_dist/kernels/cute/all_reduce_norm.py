@@ -13,8 +13,8 @@ from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
 from rose_dist.kernels.dsl import TYPES, Boolean, Float32, Int32, Int64, Stream, Uint32, cute, range_constexpr
 from rose_dist.kernels.peer_regions import ONE_SHOT_STAGE, PACKET_BYTES, PACKET_WORDS
 
-PER_SM = 4
-"""Blocks that the compiler leaves registers for: one then fits beside one of the experts'."""
+SM_THREADS = 512
+"""That the compiler leaves registers for, so that a small block fits beside one of the experts'."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class CombineReduceNorm(jit.Kernel):
             peer7, source_bytes, state, report, limit_ns, rank, eps,
         ).launch(
             grid=[tokens * self.blocks, 1, 1], block=[self.shot.threads, 1, 1], cluster=[self.blocks, 1, 1],
-            stream=stream, use_pdl=True, min_blocks_per_mp=PER_SM, preferred_smem_carveout=100,
+            stream=stream, use_pdl=True, min_blocks_per_mp=max(1, SM_THREADS // self.shot.threads),
+            preferred_smem_carveout=100,
         )  # fmt: skip
 
     @cute.kernel
