@@ -41,6 +41,8 @@ class WarpgroupTiling:
     """Of 32 by 32 weights."""
     registers: tuple[int, int]
     """Of a feeding and of a computing thread, once they are shared out anew."""
+    parts: int = 1
+    """In which a warp decodes and multiplies a tile, 1 or 2: one is under way while the next is decoded."""
 
     def __post_init__(self) -> None:
         assert all(width % 8 == 0 for width in self.widths), self.widths
@@ -122,22 +124,25 @@ class WarpgroupShape:
     stages: int
     warpgroups: int
     registers: tuple[int, int]
+    parts: int = 1
 
     def tiling(self, columns: int, tile_bytes: int) -> WarpgroupTiling:
         """For matrices of `columns` scale blocks a row."""
         return WarpgroupTiling(
             columns, warpgroups=self.warpgroups, widths=self.widths, step_columns=divisor(columns, self.step_columns),
-            stages=self.stages, tile_bytes=tile_bytes, registers=self.registers,
+            stages=self.stages, tile_bytes=tile_bytes, registers=self.registers, parts=self.parts,
         )  # fmt: skip
 
 
 WARPGROUP_SHAPES = Ranges(
     (0, 33, 57, 89),
     (
-        WarpgroupShape(widths=(8, 16, 24, 32), step_columns=2, stages=11, warpgroups=3, registers=(56, 152)),
-        WarpgroupShape(widths=(24, 32, 40, 56), step_columns=6, stages=3, warpgroups=3, registers=(56, 152)),
-        WarpgroupShape(widths=(56, 72, 80), step_columns=2, stages=8, warpgroups=3, registers=(32, 160)),
-        WarpgroupShape(widths=(96, 128, 144, 160), step_columns=2, stages=7, warpgroups=2, registers=(40, 232)),
+        WarpgroupShape(widths=(8, 16, 24, 32), step_columns=2, stages=11, warpgroups=3, registers=(56, 152), parts=2),
+        WarpgroupShape(widths=(32, 40, 56), step_columns=6, stages=3, warpgroups=3, registers=(56, 152)),
+        WarpgroupShape(widths=(56, 72, 80), step_columns=2, stages=8, warpgroups=3, registers=(32, 160), parts=2),
+        WarpgroupShape(
+            widths=(96, 128, 144, 160), step_columns=2, stages=7, warpgroups=2, registers=(40, 232), parts=2
+        ),
     ),
 )
 """By the rows that an expert may have. The widest takes a computing thread a register a row, and each width 8 more."""

@@ -117,11 +117,11 @@ def test_products_of_a_warpgroup_overlap_its_decoding() -> None:
     for shape in WARPGROUP_SHAPES.variants:
         tiling = shape.tiling(90, TILE_BYTES)
         compiled = jit.compile_binary(WarpgroupExpertGemm(HOPPER, 128, 180, tiling, gated=True))
-        halves, widths = 2 * tiling.step_columns, len(tiling.widths)
-        assert compiled.ptx.count("wgmma.mma_async") == 2 * halves * widths
-        assert compiled.ptx.count("mul.rn.bf16x2") == 8 * (halves + 1) * widths
+        parts, widths = tiling.parts * tiling.step_columns, len(tiling.widths)
+        assert compiled.ptx.count("wgmma.mma_async") == 4 * tiling.step_columns * widths
+        assert compiled.ptx.count("mul.rn.bf16x2") == 16 // tiling.parts * (parts + 1) * widths
         waits = compiled.ptx.count("wgmma.wait_group")
-        assert waits == (halves + 1) * widths
+        assert waits == (parts + 1) * widths
         words = np.frombuffer(compiled.cubin[: len(compiled.cubin) // 8 * 8], np.uint64)
         assert np.count_nonzero(words == WARPGROUP_DEPBAR) == waits
         assert binary.facts(compiled).stack_bytes == 0
@@ -129,15 +129,15 @@ def test_products_of_a_warpgroup_overlap_its_decoding() -> None:
 
 
 def test_products_in_e4m3_overlap_their_decoding() -> None:
-    """As above. A word's eight codes take two look-ups and one gathering of bits."""
+    """As above. A word's eight codes take two look-ups and two gatherings of bits."""
     for shape in E4M3_SHAPES.variants:
         tiling = shape.tiling(90)
         compiled = jit.compile_binary(E4m3ExpertGemm(HOPPER, 128, 180, tiling, gated=True))
-        halves, widths = 2 * tiling.step_columns, len(tiling.widths)
-        assert compiled.ptx.count("wgmma.mma_async") == halves * widths
-        assert compiled.ptx.count("prmt.b32") == 3 * 2 * (halves + 1) * widths
+        parts, widths = tiling.parts * tiling.step_columns, len(tiling.widths)
+        assert compiled.ptx.count("wgmma.mma_async") == 2 * tiling.step_columns * widths
+        assert compiled.ptx.count("prmt.b32") == 16 // tiling.parts * (parts + 1) * widths
         waits = compiled.ptx.count("wgmma.wait_group")
-        assert waits == (halves + 1) * widths
+        assert waits == (parts + 1) * widths
         words = np.frombuffer(compiled.cubin[: len(compiled.cubin) // 8 * 8], np.uint64)
         assert np.count_nonzero(words == WARPGROUP_DEPBAR) == waits
         assert binary.facts(compiled).stack_bytes == 0

@@ -17,16 +17,18 @@ from rose_dist.kernels.dsl import (
     Int64,
     Stream,
     Uint8,
+    Uint32,
     const_expr,
     cute,
     cutlass,
     range_constexpr,
 )  # fmt: skip
 from rose_dist.kernels.mxfp4_experts import GEMM_SEGMENTS
+from rose_dist.kernels.mxfp4_layout import CODE_BYTES, TILE_BYTES
 from rose_dist.kernels.row_groups import GROUPS
 from rose_dist.kernels.variants import WARP
-from rose_dist.kernels.warpgroup_matrix import await_sums
-from rose_dist.kernels.warpgroup_tiling import BIAS_BYTES, ROW_GROUP, WARPGROUP, WarpgroupTiling
+from rose_dist.kernels.warpgroup_matrix import await_products, await_sums, descriptor, further
+from rose_dist.kernels.warpgroup_tiling import BIAS_BYTES, CELL_BYTES, ROW_GROUP, WARPGROUP, WarpgroupTiling
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,6 @@ class GroupedExpertGemm(jit.Kernel):
         away: cute.Tensor, items: Items, warp: Int32,
     ) -> None:  # fmt: skip
         """A computing warp: one tile row of each item. One without does the last one's again, and writes nothing."""
-        tiling = self.tiling
         stage, parity = Int32(0), Int32(0)
         for item in range(cute.arch.block_idx()[0], items.number, cute.arch.grid_dim()[0]):
             segment, tile = items.find(item)
@@ -151,6 +152,79 @@ class GroupedExpertGemm(jit.Kernel):
         parity: Any, number: int,
     ) -> None:  # fmt: skip
         """An item's products, with width `number`, and results."""
+
+    @cute.jit
+    def accumulate(
+        self, shared: Int32, sums: cute.Tensor, firsts: list[Uint32], place: Int32, stage: Int32, parity: Int32,
+        width: cutlass.Constexpr,
+    ) -> Int32:  # fmt: skip
+        """An item's products, for `width` rows of x. Returns the last stage, which is still to be freed.
+
+        firsts: for `decode`.
+
+        Two parts of a tile are live, one that is multiplied and one that is decoded. The first part of the next stage
+        is decoded at the end of a turn, not at the start: or the assembler, which loses sight of the products under
+        way there, has each wait for the one before (ptxas C7513).
+        """
+        tiling, parts = self.tiling, self.tiling.parts
+        codes = cute.make_rmem_tensor(5, Uint32)
+        left = cute.make_rmem_tensor(self.words // parts, Uint32)
+        wait(barrier(shared, stage), parity)
+        self.load_codes(shared, stage, place, 0, codes)
+        self.decode(codes, 0, firsts, left)
+        before, step_cells, last = stage, tiling.stage_bytes // CELL_BYTES, parts * tiling.step_columns - 1
+        right = further(descriptor(shared + tiling.ring_offset, ROW_GROUP), stage * step_cells)
+        for step in range(tiling.steps):
+            following, parity = self.after_step(step, stage, parity)
+            for number in range_constexpr(last + 1):
+                ends_tile = const_expr(number % parts == parts - 1)
+                ahead = cute.make_rmem_tensor(5, Uint32)
+                if const_expr(ends_tile and number < last):
+                    self.load_codes(shared, stage, place, number // parts + 1, ahead)
+                self.multiply(right, number, left, sums, width)
+                if const_expr(number == last):
+                    wait(barrier(shared, following), parity)
+                    self.load_codes(shared, following, place, 0, ahead)
+                await_products(min(last, 1))
+                if const_expr(number == 0):
+                    if step > 0:
+                        self.release(shared, before)
+                if const_expr(ends_tile):
+                    for i in range_constexpr(5):
+                        codes[i] = ahead[i]
+                self.decode(codes, (number + 1) % parts, firsts, left)
+            right = further(right, (following - stage) * step_cells)
+            before, stage = stage, following
+        for i, value in enumerate(await_sums([sums[i] for i in range(width)])):
+            sums[i] = value
+        return before
+
+    def halves(self, part: int) -> list[tuple[int, int]]:
+        """Of a tile's part: each half of the tile, 16 rows, and its place within the part."""
+        count = 2 // self.tiling.parts
+        return [(part * count + at, at) for at in range(count)]
+
+    @property
+    @abstractmethod
+    def words(self) -> int:
+        """Of the left operands of a tile, in a thread."""
+
+    @abstractmethod
+    def decode(self, codes: Any, part: int, firsts: list[Any], left: Any) -> None:
+        """A tile's part as left operands."""
+
+    @abstractmethod
+    def multiply(self, right: Any, number: int, left: Any, sums: Any, width: int) -> None:
+        """Start the products of a stage's part `number`; `right` begins at the stage's rows of x."""
+
+    def load_codes(self, shared: Any, stage: Any, place: Any, block: int, codes: Any) -> None:
+        """A scale block's codes and scales, 5 words."""
+        tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
+        weights = shared + tiling.ring_offset + tiling.x_bytes + stage * tiling.stage_bytes
+        weights += place * tiling.tile_row_bytes + block * TILE_BYTES
+        words = load_shared(weights + lane * 16, 4) + load_shared(weights + CODE_BYTES + lane // 4 * 4, 1)
+        for i, word in enumerate(words):
+            codes[i] = word
 
     def load_beside(self, shared: Any, stage: Any, offset: Any) -> Any:
         """A word of a stage."""
@@ -193,8 +267,3 @@ class GroupedExpertGemm(jit.Kernel):
         cute.arch.sync_warp()
         if cute.arch.thread_idx()[0] % WARP == 0:
             cute.arch.mbarrier_arrive(barrier(shared, stage + self.tiling.stages))
-
-    def settle(self, sums: Any, width: int) -> None:
-        """Wait for all products."""
-        for i, value in enumerate(await_sums([sums[i] for i in range(width)])):
-            sums[i] = value

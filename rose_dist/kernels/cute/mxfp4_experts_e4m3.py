@@ -10,7 +10,7 @@ from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute.e4m3_operands import decode_e4m3, magnitudes, origins, row_factor
 from rose_dist.kernels.cute.grouped_expert_gemm import GroupedExpertGemm
-from rose_dist.kernels.cute.mxfp4_operands import barrier, load_shared, next_stage, wait
+from rose_dist.kernels.cute.mxfp4_operands import barrier, load_shared, wait
 from rose_dist.kernels.cute.swiglu import clamped_swiglu_value
 from rose_dist.kernels.dsl import (
     Float32,
@@ -20,17 +20,14 @@ from rose_dist.kernels.dsl import (
     const_expr,
     cute,
     cutlass,
-    range_constexpr,
 )  # fmt: skip
 from rose_dist.kernels.e4m3_tiling import E4m3Tiling
 from rose_dist.kernels.mxfp4_e4m3 import ACTIVATION_EXPONENT
-from rose_dist.kernels.mxfp4_layout import CODE_BYTES, TILE_BYTES
 from rose_dist.kernels.variants import WARP
 from rose_dist.kernels.warpgroup_matrix import (
-    await_products,
     commit_products,
-    descriptor,
     fence_products,
+    further,
     multiply_add_e4m3_async,
 )
 from rose_dist.kernels.warpgroup_tiling import CELL_BYTES, ROW_GROUP
@@ -82,67 +79,30 @@ class E4m3ExpertGemm(GroupedExpertGemm):
                 self.write_rows(sums, factors, biases, target, count - row, width)
         self.release(shared, last)
 
-    @cute.jit
-    def accumulate(
-        self, shared: Int32, sums: cute.Tensor, firsts: list[Uint32], place: Int32, stage: Int32, parity: Int32,
-        width: cutlass.Constexpr,
-    ) -> Int32:  # fmt: skip
-        """An item's products, for `width` rows of x, from its first stage on, which is there. Returns the last stage,
-        which is still to be freed. Why a turn begins in the middle: `WarpgroupExpertGemm.accumulate`.
-        """
-        tiling = self.tiling
-        codes = cute.make_rmem_tensor(5, Uint32)
-        left = cute.make_rmem_tensor(8, Uint32)
-        self.load_codes(shared, stage, place, 0, codes)
-        self.decode(codes, firsts, left)
-        before, last = stage, tiling.step_columns - 1
-        for step in range(tiling.steps):
-            ring = shared + tiling.ring_offset + stage * tiling.stage_bytes
-            following, next_parity = self.after_step(step, stage, parity)
-            for block in range_constexpr(tiling.step_columns):
-                if const_expr(block < last):
-                    self.load_codes(shared, stage, place, block + 1, codes)
-                self.multiply(ring, block, left, sums, width)
-                if const_expr(block == last):
-                    wait(barrier(shared, following), next_parity)
-                    self.load_codes(shared, following, place, 0, codes)
-                await_products(min(last, 1))
-                if const_expr(block == 0):
-                    if step > 0:
-                        self.release(shared, before)
-                self.decode(codes, firsts, left)
-            before, stage, parity = stage, following, next_parity
-        self.settle(sums, width)
-        return before
+    @property
+    def words(self) -> int:
+        return 8
 
-    def load_codes(self, shared: Any, stage: Any, place: Any, block: int, codes: Any) -> None:
-        """A scale block's codes and scales, 5 words."""
-        tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
-        weights = shared + tiling.ring_offset + tiling.x_bytes + stage * tiling.stage_bytes
-        weights += place * tiling.tile_row_bytes + block * TILE_BYTES
-        words = load_shared(weights + lane * 16, 4) + load_shared(weights + CODE_BYTES + lane // 4 * 4, 1)
-        for i, word in enumerate(words):
-            codes[i] = word
+    def decode(self, codes: Any, part: int, firsts: list[Any], left: Any) -> None:
+        """A tile's part as left operands: of 16 rows four words, for a product."""
+        for half, at in self.halves(part):
+            for i in range(2):
+                row = 2 * half + i
+                table = magnitudes(codes[4], row, firsts[row])
+                left[4 * at + i], left[4 * at + 2 + i] = decode_e4m3(codes[row], *table)
 
-    def decode(self, codes: Any, firsts: Any, left: Any) -> None:
-        """32 rows by a scale block, as the left operands of two products."""
-        for row in range(4):
-            half, i = divmod(row, 2)
-            table = magnitudes(codes[4], row, firsts[row])
-            left[4 * half + i], left[4 * half + 2 + i] = decode_e4m3(codes[row], *table)
-
-    def multiply(self, ring: Any, block: int, left: Any, sums: Any, width: int) -> None:
-        """Start the two products of a stage's scale block."""
+    def multiply(self, right: Any, number: int, left: Any, sums: Any, width: int) -> None:
+        """Start the products of a stage's part `number`; `right` begins at the stage's rows of x."""
+        block, part = divmod(number, self.tiling.parts)
         fence_products()
-        right = descriptor(ring + block * (self.tiling.block_bytes * ROW_GROUP), ROW_GROUP)
-        for half in range(2):
-            at = half * (width // 2)
+        for half, at in self.halves(part):
+            own = [half * (width // 2) + i for i in range(width // 2)]
             total = multiply_add_e4m3_async(
-                [sums[at + i] for i in range(width // 2)], [left[4 * half + i] for i in range(4)], right,
-                self.tiling.cells,
+                [sums[i] for i in own], [left[4 * at + i] for i in range(4)],
+                further(right, block * (2 * ROW_GROUP)), self.tiling.cells,
             )  # fmt: skip
-            for i, value in enumerate(total):
-                sums[at + i] = value
+            for i, value in zip(own, total, strict=True):
+                sums[i] = value
         commit_products()
 
     def write_codes(

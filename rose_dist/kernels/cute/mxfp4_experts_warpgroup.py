@@ -9,7 +9,7 @@ from typing import Any
 from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute.grouped_expert_gemm import GroupedExpertGemm
-from rose_dist.kernels.cute.mxfp4_operands import barrier, decode, load_shared, next_stage, wait
+from rose_dist.kernels.cute.mxfp4_operands import decode
 from rose_dist.kernels.cute.swiglu import clamped_swiglu_value
 from rose_dist.kernels.dsl import (
     Float32,
@@ -22,13 +22,10 @@ from rose_dist.kernels.dsl import (
     cutlass,
     range_constexpr,
 )  # fmt: skip
-from rose_dist.kernels.mxfp4_layout import CODE_BYTES, TILE_BYTES
 from rose_dist.kernels.variants import WARP
 from rose_dist.kernels.warpgroup_matrix import (
     RightOperand,
-    await_products,
     commit_products,
-    descriptor,
     fence_products,
     further,
     multiply_add_async,
@@ -60,7 +57,7 @@ class WarpgroupExpertGemm(GroupedExpertGemm):
         sums = cute.make_rmem_tensor(width, Float32)
         sums.fill(0.0)
         place = vector.min_of(tile, Int32(self.tiles - 1)) % self.tiling.warps
-        last = self.accumulate(shared, sums, place, stage, parity, width)
+        last = self.accumulate(shared, sums, [], place, stage, parity, width)
         biases = [Uint32(0), Uint32(0)]
         if bias != 0:
             biases = self.load_biases(shared, last, place)
@@ -75,78 +72,32 @@ class WarpgroupExpertGemm(GroupedExpertGemm):
                     target = out + (Int64(start + shift + row) * (16 * self.tiles) + pair) * 4
                 self.write(sums, half, biases[half], target, count - row, factor, alpha, limit, number)
 
-    @cute.jit
-    def accumulate(
-        self, shared: Int32, sums: cute.Tensor, place: Int32, stage: Int32, parity: Int32, width: cutlass.Constexpr
-    ) -> Int32:
-        """An item's products, for `width` rows of x. Returns the last stage, which is still to be freed.
+    @property
+    def words(self) -> int:
+        return 16
 
-        Up to three halves of a tile are live: two that are multiplied and one that is decoded. The first half of the
-        next stage is decoded at the end of a turn, not at the start: or the assembler, which loses sight of the
-        products under way there, has each wait for the one before (ptxas C7513).
-        """
-        tiling = self.tiling
-        codes = cute.make_rmem_tensor(5, Uint32)
-        ahead = cute.make_rmem_tensor(5, Uint32)
-        left = cute.make_rmem_tensor(8, Uint32)
-        wait(barrier(shared, stage), parity)
-        self.load_codes(shared, stage, place, 0, codes)
-        self.decode_half(codes, 0, left)
-        before, step_cells = stage, tiling.stage_bytes // CELL_BYTES
-        right = further(descriptor(shared + tiling.ring_offset, ROW_GROUP), stage * step_cells)
-        for step in range(tiling.steps):
-            following, parity = self.after_step(step, stage, parity)
-            for block in range_constexpr(tiling.step_columns):
-                self.multiply(right, 2 * block, left, sums, width)
-                await_products(1)
-                if const_expr(block == 0):
-                    if step > 0:
-                        self.release(shared, before)
-                if const_expr(block + 1 < tiling.step_columns):
-                    self.load_codes(shared, stage, place, block + 1, ahead)
-                else:
-                    wait(barrier(shared, following), parity)
-                    self.load_codes(shared, following, place, 0, ahead)
-                self.decode_half(codes, 1, left)
-                self.multiply(right, 2 * block + 1, left, sums, width)
-                await_products(1)
-                for i in range_constexpr(5):
-                    codes[i] = ahead[i]
-                self.decode_half(codes, 0, left)
-            right = further(right, (following - stage) * step_cells)
-            before, stage = stage, following
-        self.settle(sums, width)
-        return before
-
-    def load_codes(self, shared: Any, stage: Any, place: Any, block: int, codes: Any) -> None:
-        """A scale block's codes and scales, 5 words."""
-        tiling, lane = self.tiling, cute.arch.thread_idx()[0] % WARP
-        weights = shared + tiling.ring_offset + tiling.x_bytes + stage * tiling.stage_bytes
-        weights += place * tiling.tile_row_bytes + block * TILE_BYTES
-        words = load_shared(weights + lane * 16, 4) + load_shared(weights + CODE_BYTES + lane // 4 * 4, 1)
-        for i, word in enumerate(words):
-            codes[i] = word
-
-    def decode_half(self, codes: Any, half: int, left: Any) -> None:
-        """16 rows by a scale block, as the left operands of two products."""
-        first, second = (decode(codes[i], codes[4], i) for i in (2 * half, 2 * half + 1))
-        for k in range(4):
-            left[2 * k], left[2 * k + 1] = first[k], second[k]
+    def decode(self, codes: Any, part: int, firsts: list[Any], left: Any) -> None:
+        """A tile's part as left operands: of 16 rows eight words, for two products."""
+        for half, at in self.halves(part):
+            first, second = (decode(codes[i], codes[4], i) for i in (2 * half, 2 * half + 1))
+            for k in range(4):
+                left[8 * at + 2 * k], left[8 * at + 2 * k + 1] = first[k], second[k]
 
     def multiply(self, right: Any, number: int, left: Any, sums: Any, width: int) -> None:
-        """Start the products of a stage's half `number`; `right` begins at the stage's rows of x."""
-        block, half = divmod(number, 2)
-        at = half * (width // 2)
+        """Start the products of a stage's part `number`; `right` begins at the stage's rows of x."""
+        block, part = divmod(number, self.tiling.parts)
         fence_products()
-        total = [sums[at + i] for i in range(width // 2)]
-        for k in range(2):
-            cells = RightOperand(
-                further(right, (2 * block + k) * (2 * ROW_GROUP)), beside=ROW_GROUP * self.tiling.cells
-            )
-            total = multiply_add_async(total, [left[4 * k + i] for i in range(4)], cells)
+        for half, at in self.halves(part):
+            own = [half * (width // 2) + i for i in range(width // 2)]
+            total = [sums[i] for i in own]
+            for k in range(2):
+                cells = RightOperand(
+                    further(right, (2 * block + k) * (2 * ROW_GROUP)), beside=ROW_GROUP * self.tiling.cells
+                )
+                total = multiply_add_async(total, [left[8 * at + 4 * k + i] for i in range(4)], cells)
+            for i, value in zip(own, total, strict=True):
+                sums[i] = value
         commit_products()
-        for i, value in enumerate(total):
-            sums[at + i] = value
 
     def write(
         self, sums: Any, half: int, words: Any, target: Any, left: Any, factor: Any, alpha: Any, limit: Any, number: int
