@@ -12,15 +12,15 @@ import gc
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rose_dist.engine.token_numbers import TokenNumbers
-from rose_dist.layers.attention_work import AttentionWork
+from rose_dist.layers.attention_work import Angles, AttentionWork
 from rose_dist.layers.forward_batch import ForwardBatch, GroupBatch, KVStorage
 from rose_dist.models.gpt_oss import GptOssForCausalLM
 
@@ -81,7 +81,7 @@ class PrefillGraphs:
         for graph, call in zip(captured.graphs, captured.calls, strict=False):
             graph.replay()
             for work in batch.groups[call.group].work:
-                work.attend(call.q, call.keys, call.values, call.sinks, call.scale, call.out)
+                work.attend(call.q, call.keys, call.values, call.sinks, call.scale, call.out, call.angles)
         captured.graphs[-1].replay()
         logits: Tensor | None = self._model.lm_head(captured.hidden[batch.logits_rows])
         return logits
@@ -110,15 +110,13 @@ class PrefillGraphs:
             hidden = self._forward(size, recording)
         finally:
             recording.end()
-        calls = [
-            _Call(**values | {name: borrowed(values[name]) for name in ("q", "out")}) for values in recording.calls
-        ]
+        calls = [_Call(**values | _in_places(values, borrowed)) for values in recording.calls]
         return _Pass(recording.graphs, calls, self._fixed(size).tensor, borrowed(Place(hidden)))
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A layer's attention; `q` and `out` lie in the graphs' memory, which later pieces use for other things."""
+    """A layer's attention; `q`, `out` and `angles` lie in the graphs' memory, which is used for other things later."""
 
     group: int
     q: Tensor
@@ -127,6 +125,7 @@ class _Call:
     sinks: Tensor
     scale: float
     out: Tensor
+    angles: Angles | None
 
 
 @dataclass(frozen=True)
@@ -169,29 +168,42 @@ class _Capture(_Recording):
     def cut(self, **call: Any) -> None:
         self.end()
         # Held on to, the memory of every layer's tensors would be kept apart; only its place is needed.
-        self.calls.append(call | {name: Place(call[name]) for name in ("q", "out")})
+        self.calls.append(call | _in_places(call, Place))
         self.begin()
 
 
 @dataclass(frozen=True)
 class _Cut(AttentionWork):
+    rotates: ClassVar[bool] = True
+
     group: int
     recording: _Recording
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, scale: float, out: Tensor) -> None:
-        self.recording.cut(group=self.group, q=q, keys=keys, values=values, sinks=sinks, scale=scale, out=out)
+    def attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, scale: float, out: Tensor,
+        angles: Angles | None = None,
+    ) -> None:  # fmt: skip
+        self.recording.cut(
+            group=self.group, q=q, keys=keys, values=values, sinks=sinks, scale=scale, out=out, angles=angles
+        )
+
+
+def _in_places(call: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """What a call has in the graphs' memory, changed."""
+    angles = None if call["angles"] is None else tuple(map(change, call["angles"]))
+    return {"q": change(call["q"]), "out": change(call["out"]), "angles": angles}
 
 
 class Place:
-    """Where a bf16 tensor lies, without holding its memory."""
+    """Where a tensor of bf16 or fp32 lies, without holding its memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         size = tensor.element_size()
-        assert size == 2
+        assert size in (2, 4)
         self.dtype = tensor.dtype
         self.__cuda_array_interface__ = {
             "version": 3,
-            "typestr": "<i2",
+            "typestr": f"<i{size}",
             "shape": tuple(tensor.shape),
             "strides": tuple(step * size for step in tensor.stride()),
             "data": (tensor.data_ptr(), False),
