@@ -20,7 +20,7 @@ def prefill(
     q: Tensor, keys: Tensor, values: Tensor, slots: Tensor | None, query_starts: Tensor, key_starts: Tensor,
     sinks: Tensor | None, *, most_queries: int, most_keys: int, window: int | None, scale: float,
     out: Tensor | None = None, key_scale: float = 1.0, value_scale: float = 1.0,
-    angles: tuple[Tensor, Tensor] | None = None,
+    angles: tuple[Tensor, Tensor] | None = None, shape: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Each sequence's queries are the last of its tokens: its last query sees its last key, the one before all keys but
     that, and so on. Keys before the chunk are a cached prefix or earlier chunks.
@@ -40,11 +40,14 @@ def prefill(
         key_scale, value_scale: what stored keys and values are to be multiplied by.
         angles: cosines and sines, fp32 [tokens, head_dim / 2], by which NeoX halves of `q` are yet to be rotated; it
             may be overwritten. None: it comes rotated.
+        shape: int32 [2] on a GPU whose own kernel serves (`own_kernel`): how many sequences there are, and the most
+            queries of one. Those of `query_starts`, and `most_queries`, only bound them: a captured graph serves other
+            steps. `slots` is given.
 
     Returns:
         `out`, or a new tensor like it. By torch's flash attention rounded once before the sink and once after it.
 
-    Raises `KernelArgumentError`. Nothing is read on the host, but shapes depend on the step: not for graphs.
+    Raises `KernelArgumentError`. Nothing is read on the host.
     """
     _check(q, keys, values, slots, query_starts, key_starts, sinks, most_queries, most_keys, window)
     if out is None:
@@ -52,6 +55,8 @@ def prefill(
     _check_out(q, out)
     if angles is not None:
         _check_angles(q, *angles)
+    if shape is not None:
+        _check_shape(q, keys, slots, shape)
     if q.shape[0] == 0:
         return out
     tiling = _tiling(q)
@@ -63,7 +68,7 @@ def prefill(
         launcher = _launcher(q, group, tiling, angles is not None)
         launch.run(
             launcher, out, q, q.stride(0), q.stride(1), cos, sin, keys, values, keys.stride(0), keys.stride(1), slots,
-            query_starts, key_starts, sinks, out, query_starts.shape[0] - 1, keys.shape[1],
+            query_starts, key_starts, sinks, out, shape, query_starts.shape[0] - 1, keys.shape[1],
             -(-most_queries * group // tiling.rows), UNLIMITED if window is None else window,
             scale * key_scale * LOG2_E, value_scale, launch.device(q).sms,
         )  # fmt: skip
@@ -77,6 +82,11 @@ def prefill(
         return torch.mul(attended, value_scale, out=out)
     apply_sinks(attended, lse, sinks, out, value_scale)
     return out
+
+
+def own_kernel(like: Tensor) -> bool:
+    """Whether queries and keys of this dtype and head_dim [.., .., head_dim] have a kernel of our own."""
+    return _tiling(like) is not None
 
 
 def _tiling(q: Tensor) -> PrefillTiling | None:
@@ -99,6 +109,15 @@ def _check_out(q: Tensor, out: Tensor) -> None:
     checks.dtype("out", out, q.dtype)
     checks.same_device("out", out, q.device)
     checks.dense("out", out)
+
+
+@checks.once
+def _check_shape(q: Tensor, keys: Tensor, slots: Tensor | None, shape: Tensor) -> None:
+    checks.shape("shape", shape, 2)
+    checks.dtype("shape", shape, torch.int32)
+    checks.same_device("shape", shape, q.device)
+    if not own_kernel(q) or keys.dtype != q.dtype or slots is None:
+        raise checks.fail("shape", "is for our own kernel alone, with keys of the queries' dtype, and slots")
 
 
 @checks.once

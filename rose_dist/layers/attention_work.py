@@ -101,6 +101,7 @@ class PagedChunks(AttentionWork):
     most_queries: int
     most_keys: int
     window: int | None
+    shape: Tensor | None = None
 
     def attend(
         self, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, scale: float, out: Tensor,
@@ -115,4 +116,5 @@ class PagedChunks(AttentionWork):
             q[self.rows], keys, values, slots, self.query_starts, self.key_starts, sinks,
             most_queries=self.most_queries, most_keys=self.most_keys, window=self.window, scale=scale,
             out=out[self.rows], angles=None if angles is None else (angles[0][self.rows], angles[1][self.rows]),
+            shape=self.shape,
         )  # fmt: skip

@@ -16,6 +16,7 @@ from rose_dist.kernels import binary, jit, launch, paged_prefill, registry
 from rose_dist.kernels.arch import HOPPER, DeviceInfo
 from rose_dist.kernels.cute import paged_attention_prefill
 from rose_dist.kernels.cute.paged_attention_prefill import PrefillAttention
+from rose_dist.kernels.errors import KernelArgumentError
 from rose_dist.kernels.paged_prefill import prefill
 from rose_dist.kernels.prefill_tiling import PREFILL_TILINGS, PrefillTiling
 from rose_dist.kernels.rotary import rotate_queries
@@ -143,6 +144,28 @@ def test_queries_rotated_here_are_those_rotated_before(
     before = attend(gpu, chunks)
     # A product and a sum may be rounded together on a GPU.
     assert ((found.double() - before.double()).norm() / before.double().norm()) < 1e-3
+
+
+@pytest.mark.parametrize("sequences", [3, 0])
+def test_a_shape_that_the_device_knows(small: Emulator, sequences: int) -> None:
+    """As a captured graph has it: room for more sequences and longer ones."""
+    chunks = Chunks([(70, 17), (0, 10), (5, 1)], (8, 2, 64), 40)
+    wanted = attend(small, chunks)
+    room = torch.zeros(9, dtype=torch.int32)
+    starts = [torch.cat([x[: sequences + 1], room]) for x in (chunks.query_starts, chunks.key_starts)]
+    out = small.tensor(torch.zeros_like(wanted))
+    prefill(
+        small.tensor(chunks.q), small.tensor(chunks.keys), small.tensor(chunks.values), small.tensor(chunks.slots),
+        *map(small.tensor, starts), small.tensor(chunks.sinks), most_queries=64, most_keys=999, window=chunks.window,
+        scale=chunks.scale, out=out, shape=small.tensor(torch.tensor([sequences, 17 if sequences else 0]).int()),
+    )  # fmt: skip
+    assert torch.equal(small.plain(out), wanted if sequences else torch.zeros_like(wanted))
+
+
+def test_a_shape_needs_our_own_kernel() -> None:
+    chunks = Chunks([(0, 10)], (8, 2, 64), None)
+    with pytest.raises(KernelArgumentError, match="shape: is for our own kernel alone"):
+        chunks.attend("cpu", shape=torch.tensor([1, 10]).int())
 
 
 def test_warpgroups_that_take_turns_give_the_same_bits(gpu: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:

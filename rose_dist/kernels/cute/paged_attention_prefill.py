@@ -12,7 +12,7 @@ from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute.attention_results import NOTHING
 from rose_dist.kernels.cute.mxfp4_operands import barrier, next_stage, wait
 from rose_dist.kernels.cute.prefill_feed import KeyFeeder, Stored
-from rose_dist.kernels.cute.prefill_items import Item, Items
+from rose_dist.kernels.cute.prefill_items import Item, Items, extent
 from rose_dist.kernels.cute.prefill_queries import Queries, QueryReader
 from rose_dist.kernels.cute.prefill_weights import hide, powers, raise_tops, scaled
 from rose_dist.kernels.dsl import (
@@ -74,13 +74,16 @@ class PrefillAttention(jit.Kernel):
     def __call__(
         self, q: Int64, q_stride: Int64, q_head_stride: Int64, cos: Int64, sin: Int64, keys: Int64, values: Int64,
         slot_stride: Int64, head_stride: Int64, slots: Int64, query_starts: Int64, key_starts: Int64, sinks: Int64,
-        out: Int64, sequences: Int32, heads: Int32, columns: Int32, window: Int32, scale: Float32,
+        out: Int64, shape: Int64, sequences: Int32, heads: Int32, columns: Int32, window: Int32, scale: Float32,
         value_scale: Float32, sms: Int32, stream: Stream,
     ) -> None:  # fmt: skip
-        """Strides in elements; heads: of keys; columns: items that the longest sequence has of a key head."""
+        """Strides in elements; heads: of keys; columns: items that the longest sequence has of a key head.
+        shape: 0, or the address of int32 [2], which say how many sequences there are and the most queries of one: the
+        arguments are then but the most of both.
+        """
         self.kernel(
             q, q_stride, q_head_stride, cos, sin, keys, values, slot_stride, head_stride, slots, query_starts,
-            key_starts, sinks, out, sequences, heads, columns, window, scale, value_scale,
+            key_starts, sinks, out, shape, sequences, heads, columns, window, scale, value_scale,
         ).launch(
             grid=[vector.min_of(sequences * heads * columns, sms), 1, 1], block=[self.tiling.threads, 1, 1],
             smem=self.tiling.shared_bytes, stream=stream, use_pdl=True, min_blocks_per_mp=1,
@@ -91,7 +94,7 @@ class PrefillAttention(jit.Kernel):
     def kernel(
         self, q: Int64, q_stride: Int64, q_head_stride: Int64, cos: Int64, sin: Int64, keys: Int64, values: Int64,
         slot_stride: Int64, head_stride: Int64, slots: Int64, query_starts: Int64, key_starts: Int64, sinks: Int64,
-        out: Int64, sequences: Int32, heads: Int32, columns: Int32, window: Int32, scale: Float32,
+        out: Int64, shape: Int64, sequences: Int32, heads: Int32, columns: Int32, window: Int32, scale: Float32,
         value_scale: Float32,
     ) -> None:  # fmt: skip
         tiling = self.tiling
@@ -103,6 +106,8 @@ class PrefillAttention(jit.Kernel):
             cute.arch.mbarrier_init(barrier(shared, thread), arrivals)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        # Which is there before a step's first launch.
+        sequences, columns = extent(shape, sequences, columns, self.group, tiling.rows)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         items = Items(query_starts, key_starts, sequences, heads, columns, window)
