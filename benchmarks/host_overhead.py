@@ -158,8 +158,9 @@ class Pass:
         self.model(self.batch)
 
     def graphed(self) -> Callable[[], None]:
-        """The same step by prefill graphs, captured here."""
-        graphs = PrefillGraphs(self.model, self.runner.storages, self.runner.sampled, (self.step.token_count,))
+        """The same step by prefill graphs in pieces, captured here."""
+        sizes = (self.step.token_count,)
+        graphs = PrefillGraphs(self.model, self.runner.storages, self.runner.sampled, sizes, BLOCK)
         graphs.capture()
 
         @torch.inference_mode()

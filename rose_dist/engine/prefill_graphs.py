@@ -1,9 +1,10 @@
-"""Steps with chunks of prompts in them, up to some thousand tokens: all of the model but attention in CUDA graphs.
+"""Steps with chunks of prompts in them, up to some thousand tokens, from CUDA graphs, for a ladder of token counts.
 
-Attention's shapes hang on the step, those of everything else on its number of tokens alone. And with few tokens the
-host takes longer to launch a layer's 20 kernels than the GPU takes to run them. So a pass is captured in pieces, cut at
-every attention, for a ladder of token counts; a step takes the next size up and launches a graph and its own attention
-layer by layer.
+With few tokens the host takes longer to launch a layer's kernels than the GPU takes to run them. Attention's shapes
+hang on the step, those of everything else on its number of tokens alone. So a pass is captured in pieces, cut at every
+attention; a step launches a graph and its own attention layer by layer. Where our own kernel attends, a pass is
+captured whole too: it finds on the device what the step's chunks are (`ChunkNumbers`), and no layer waits for launches
+of the host's. That serves steps of chunks alone.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ import gc
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from rose_dist.engine.chunk_numbers import ChunkArrays, ChunkNumbers
+from rose_dist.engine.step import Step
 from rose_dist.engine.token_numbers import TokenNumbers
-from rose_dist.layers.attention_work import AttentionWork
+from rose_dist.kernels.paged_prefill import own_kernel
+from rose_dist.layers.attention_work import Angles, AttentionWork
 from rose_dist.layers.forward_batch import ForwardBatch, GroupBatch, KVStorage
 from rose_dist.models.gpt_oss import GptOssForCausalLM
 
@@ -31,13 +36,16 @@ class PrefillGraphs:
     """Captured once the model is there and its kernels have run; serves steps of 1 to `ladder[-1]` tokens."""
 
     def __init__(
-        self, model: GptOssForCausalLM, storages: Sequence[KVStorage], sampled: Tensor, ladder: Sequence[int]
-    ) -> None:
+        self, model: GptOssForCausalLM, storages: Sequence[KVStorage], sampled: Tensor, ladder: Sequence[int],
+        block_size: int,
+    ) -> None:  # fmt: skip
         """`sampled`: the tokens of the step before, see `ModelRunner`."""
         self._model, self._storages, self._sampled = model, tuple(storages), sampled
         self.ladder = tuple(sorted(ladder))
         device, rows = storages[0].keys.device, self.ladder[-1]
         self._numbers = torch.zeros(TokenNumbers.lines(len(storages)) * rows, dtype=torch.int64, device=device)
+        self._block_size = block_size
+        self._chunks = ChunkNumbers.allocate(len(storages), device) if own_kernel(storages[0].keys[0]) else None
         self._passes: dict[int, _Pass] = {}
 
     def rows_for(self, tokens: int) -> int | None:
@@ -58,7 +66,9 @@ class PrefillGraphs:
             self._fixed(size).tensor.copy_(torch.from_numpy(nothing))
             torch.cuda.synchronize()
             with torch.cuda.stream(side):
-                self._forward(size, _Recording())  # loads kernels and makes libraries allocate what they keep
+                self._forward(
+                    size, partial(_Cut, recording=_Recording())
+                )  # loads kernels and makes libraries allocate what they keep
             torch.cuda.synchronize()
             with torch.cuda.stream(side):
                 self._passes[size] = self._capture(size, pool)
@@ -81,9 +91,26 @@ class PrefillGraphs:
         for graph, call in zip(captured.graphs, captured.calls, strict=False):
             graph.replay()
             for work in batch.groups[call.group].work:
-                work.attend(call.q, call.keys, call.values, call.sinks, call.scale, call.out)
+                work.attend(call.q, call.keys, call.values, call.sinks, call.scale, call.out, call.angles)
         captured.graphs[-1].replay()
         logits: Tensor | None = self._model.lm_head(captured.hidden[batch.logits_rows])
+        return logits
+
+    def chunks(self, step: Step) -> ChunkArrays | None:
+        """What `run_whole` needs to know of a step, if it serves it."""
+        if self._chunks is None:
+            return None
+        return ChunkArrays.of(step.sequences, self._model.kv_groups, self._block_size)
+
+    def run_whole(self, numbers: TokenNumbers, chunks: ChunkNumbers, logits_rows: Tensor) -> Tensor | None:
+        """As `run`, for a step of chunks alone: `chunks` has as many slots as there are keys."""
+        captured = self._passes[numbers.rows]
+        assert self._chunks is not None
+        assert captured.whole is not None
+        captured.numbers.copy_(numbers.tensor)
+        self._chunks.copy_(chunks)
+        captured.whole.graph.replay()
+        logits: Tensor | None = self._model.lm_head(captured.whole.hidden[logits_rows])
         return logits
 
     def _fixed(self, size: int) -> TokenNumbers:
@@ -91,11 +118,11 @@ class PrefillGraphs:
         lines = TokenNumbers.lines(len(self._storages))
         return TokenNumbers(self._numbers[: lines * size].view(lines, size))
 
-    def _forward(self, size: int, recording: _Recording) -> Tensor:
+    def _forward(self, size: int, work: Callable[[int], AttentionWork]) -> Tensor:
+        """work: of each KV group."""
         numbers = self._fixed(size)
         groups = tuple(
-            GroupBatch(storage, numbers.slots(number), (_Cut(number, recording),))
-            for number, storage in enumerate(self._storages)
+            GroupBatch(storage, numbers.slots(number), (work(number),)) for number, storage in enumerate(self._storages)
         )
         batch = ForwardBatch(
             numbers.token_ids, numbers.positions, None, groups, live_rows=numbers.live, sampled=self._sampled
@@ -107,18 +134,29 @@ class PrefillGraphs:
         recording = _Capture(pool)
         recording.begin()
         try:
-            hidden = self._forward(size, recording)
+            hidden = self._forward(size, partial(_Cut, recording=recording))
         finally:
             recording.end()
-        calls = [
-            _Call(**values | {name: borrowed(values[name]) for name in ("q", "out")}) for values in recording.calls
-        ]
-        return _Pass(recording.graphs, calls, self._fixed(size).tensor, borrowed(Place(hidden)))
+        calls = [_Call(**values | _in_places(values, borrowed)) for values in recording.calls]
+        whole = None if self._chunks is None else self._capture_whole(size, self._chunks, pool)
+        return _Pass(recording.graphs, calls, self._fixed(size).tensor, borrowed(Place(hidden)), whole)
+
+    def _capture_whole(self, size: int, chunks: ChunkNumbers, pool: Any) -> _Whole:
+        def work(number: int) -> AttentionWork:
+            return chunks.work(number, size, self._model.kv_groups[number].window)
+
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            hidden = self._forward(size, work)
+        finally:
+            graph.capture_end()
+        return _Whole(graph, borrowed(Place(hidden)))
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A layer's attention; `q` and `out` lie in the graphs' memory, which later pieces use for other things."""
+    """A layer's attention; `q`, `out` and `angles` lie in the graphs' memory, which is used for other things later."""
 
     group: int
     q: Tensor
@@ -127,6 +165,15 @@ class _Call:
     sinks: Tensor
     scale: float
     out: Tensor
+    angles: Angles | None
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """hidden: as of a `_Pass`."""
+
+    graph: torch.cuda.CUDAGraph
+    hidden: Tensor
 
 
 @dataclass(frozen=True)
@@ -135,12 +182,14 @@ class _Pass:
     graphs: one more than calls, which come between them.
     numbers: what the first graph reads.
     hidden: [size, hidden], what the last graph leaves, until another one runs: it lies in their memory too.
+    whole: the same pass in one graph, attention among it.
     """
 
     graphs: list[torch.cuda.CUDAGraph]
     calls: list[_Call]
     numbers: Tensor
     hidden: Tensor
+    whole: _Whole | None
 
 
 class _Recording:
@@ -169,29 +218,42 @@ class _Capture(_Recording):
     def cut(self, **call: Any) -> None:
         self.end()
         # Held on to, the memory of every layer's tensors would be kept apart; only its place is needed.
-        self.calls.append(call | {name: Place(call[name]) for name in ("q", "out")})
+        self.calls.append(call | _in_places(call, Place))
         self.begin()
 
 
 @dataclass(frozen=True)
 class _Cut(AttentionWork):
+    rotates: ClassVar[bool] = True
+
     group: int
     recording: _Recording
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, scale: float, out: Tensor) -> None:
-        self.recording.cut(group=self.group, q=q, keys=keys, values=values, sinks=sinks, scale=scale, out=out)
+    def attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, scale: float, out: Tensor,
+        angles: Angles | None = None,
+    ) -> None:  # fmt: skip
+        self.recording.cut(
+            group=self.group, q=q, keys=keys, values=values, sinks=sinks, scale=scale, out=out, angles=angles
+        )
+
+
+def _in_places(call: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """What a call has in the graphs' memory, changed."""
+    angles = None if call["angles"] is None else tuple(map(change, call["angles"]))
+    return {"q": change(call["q"]), "out": change(call["out"]), "angles": angles}
 
 
 class Place:
-    """Where a bf16 tensor lies, without holding its memory."""
+    """Where a tensor of bf16 or fp32 lies, without holding its memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         size = tensor.element_size()
-        assert size == 2
+        assert size in (2, 4)
         self.dtype = tensor.dtype
         self.__cuda_array_interface__ = {
             "version": 3,
-            "typestr": "<i2",
+            "typestr": f"<i{size}",
             "shape": tuple(tensor.shape),
             "strides": tuple(step * size for step in tensor.stride()),
             "data": (tensor.data_ptr(), False),

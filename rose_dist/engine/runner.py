@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rose_dist.engine.attention_planner import AttentionPlanner, GatheringPlanner
+from rose_dist.engine.chunk_numbers import ChunkNumbers
 from rose_dist.engine.config import EngineConfig
 from rose_dist.engine.decode_batch import DecodeBatch, TableShape
 from rose_dist.engine.decode_graphs import DecodeGraphs
@@ -54,7 +55,9 @@ class ModelRunner:
         self._planners: list[AttentionPlanner] = [self._planner(number) for number in range(len(self.specs))]
         self._graphs = self._decode_graphs() if config.ladder else None
         self._prefill_graphs = (
-            PrefillGraphs(model, self.storages, self.sampled, config.prefill_ladder) if config.prefill_ladder else None
+            PrefillGraphs(model, self.storages, self.sampled, config.prefill_ladder, config.block_size)
+            if config.prefill_ladder
+            else None
         )
 
     def _planner(self, number: int) -> AttentionPlanner:
@@ -119,7 +122,13 @@ class ModelRunner:
         graphs = self._prefill_graphs
         rows = None if graphs is None else graphs.rows_for(step.token_count)
         if graphs is not None and rows is not None:
-            return graphs.run(*self._numbered_batch(step, rows))
+            chunks = graphs.chunks(step)
+            if chunks is None:
+                return graphs.run(*self._numbered_batch(step, rows))
+            numbers, logits_rows = self._numbers(step, rows)
+            there = ChunkNumbers(self._inputs.put(chunks.starts), list(map(self._inputs.put, chunks.slots)))
+            self._inputs.send()
+            return graphs.run_whole(numbers, there, logits_rows)
         logits: Tensor | None = self.model(self._batch(step))
         return logits
 
@@ -135,17 +144,21 @@ class ModelRunner:
 
     def _numbered_batch(self, step: Step, rows: int) -> tuple[ForwardBatch, TokenNumbers]:
         """What the model takes, and the numbers that its tensors are part of, with so many rows."""
-        sequences, tokens, put = step.sequences, step.token_count, self._inputs.put
-        array = TokenNumbers.array(sequences, len(self.specs), self._block_size, rows)
-        ends = accumulate(len(sequence.tokens) for sequence in sequences)
-        wanted = [end - 1 for end, sequence in zip(ends, sequences, strict=True) if sequence.sample]
-        numbers = TokenNumbers(put(array))
+        sequences, tokens = step.sequences, step.token_count
+        numbers, logits_rows = self._numbers(step, rows)
         groups = tuple(
             planner.plan(sequences, numbers.slots(number)[:tokens]) for number, planner in enumerate(self._planners)
         )
-        logits_rows = put(np.array(wanted, np.int64))
         self._inputs.send()
         batch = ForwardBatch(
             numbers.token_ids[:tokens], numbers.positions[:tokens], logits_rows, groups, sampled=self.sampled
         )
         return batch, numbers
+
+    def _numbers(self, step: Step, rows: int) -> tuple[TokenNumbers, Tensor]:
+        """The tokens' numbers and the rows whose logits are wanted, to be sent."""
+        sequences, put = step.sequences, self._inputs.put
+        array = TokenNumbers.array(sequences, len(self.specs), self._block_size, rows)
+        ends = accumulate(len(sequence.tokens) for sequence in sequences)
+        wanted = [end - 1 for end, sequence in zip(ends, sequences, strict=True) if sequence.sample]
+        return TokenNumbers(put(array)), put(np.array(wanted, np.int64))

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from rose_dist.comm.layout import Layout
 from rose_dist.comm.world import World
 from rose_dist.engine import prefill_graphs
+from rose_dist.engine.chunk_numbers import ChunkNumbers
 from rose_dist.engine.config import prefill_ladder_for
 from rose_dist.engine.engine import Engine
 from rose_dist.engine.prefill_graphs import Place, PrefillGraphs
@@ -115,8 +116,12 @@ def test_prefill_and_mixed_steps_are_those_of_the_cpu(tmp_path: Path, monkeypatc
     expected = [plain.run(step) for step in steps]
     runner, _, place = emulated_runner(tmp_path, options, monkeypatch)
     record(monkeypatch)
-    graphs = PrefillGraphs(runner.model, runner.storages, runner.sampled, (12, 16))
+    graphs = PrefillGraphs(runner.model, runner.storages, runner.sampled, (12, 16), 16)
     graphs._numbers = place(graphs._numbers)
+    assert graphs._chunks is not None
+    graphs._chunks = ChunkNumbers(place(graphs._chunks.starts), list(map(place, graphs._chunks.slots)))
+    # Steps of chunks alone come from whole passes.
+    assert [graphs.chunks(step) is not None for step in steps] == [True, False, True]
     graphs.capture()
     runner._prefill_graphs = graphs
     for step, wanted in zip(steps, expected, strict=True):
@@ -148,13 +153,11 @@ def test_on_a_gpu_steps_are_those_without_graphs(tmp_path: Path) -> None:
 
 def test_a_place_is_the_tensor_there() -> None:
     """numpy reads the same description of memory under another name."""
-    tensor = torch.randn(5, 6, 64).bfloat16()[:, 1:3]
-    place = Place(tensor)
-
-    class Described:
-        __array_interface__ = place.__cuda_array_interface__
-
-    assert torch.equal(torch.from_numpy(np.asarray(Described())).view(torch.bfloat16), tensor)
+    for dtype in (torch.bfloat16, torch.float32):
+        tensor = torch.randn(5, 6, 64).to(dtype)[:, 1:3]
+        place = Place(tensor)
+        described = type("Described", (), {"__array_interface__": place.__cuda_array_interface__})
+        assert torch.equal(torch.from_numpy(np.asarray(described())).view(dtype), tensor)
 
 
 def test_the_ladder_ends_where_steps_do() -> None:

@@ -12,7 +12,8 @@ from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute.attention_results import NOTHING
 from rose_dist.kernels.cute.mxfp4_operands import barrier, next_stage, wait
 from rose_dist.kernels.cute.prefill_feed import KeyFeeder, Stored
-from rose_dist.kernels.cute.prefill_items import Item, Items
+from rose_dist.kernels.cute.prefill_items import Item, Items, extent
+from rose_dist.kernels.cute.prefill_queries import Queries, QueryReader
 from rose_dist.kernels.cute.prefill_weights import hide, powers, raise_tops, scaled
 from rose_dist.kernels.dsl import (
     Float32,
@@ -46,24 +47,8 @@ FIRST_TURN = 1
 
 
 @cache
-def launcher(arch: Arch, group: int, tiling: PrefillTiling) -> jit.Launcher:
-    return jit.load(PrefillAttention(arch, group, tiling))
-
-
-@dataclass(frozen=True)
-class Queries:
-    """And what becomes of them; traced values, strides in elements."""
-
-    address: Any
-    stride: Any
-    head_stride: Any
-    heads: Any
-    sinks: Any
-    """0 without."""
-    out: Any
-    scale: Any
-    """Of the scores times log2 e, positive."""
-    value_scale: Any
+def launcher(arch: Arch, group: int, tiling: PrefillTiling, rotary: bool) -> jit.Launcher:
+    return jit.load(PrefillAttention(arch, group, tiling, rotary))
 
 
 @dataclass(frozen=True)
@@ -78,18 +63,27 @@ class PrefillAttention(jit.Kernel):
     group: int
     """Query heads a key head."""
     tiling: PrefillTiling
+    rotary: bool
+    """Queries are yet to be rotated."""
+
+    @property
+    def reader(self) -> QueryReader:
+        return QueryReader(self.tiling, self.group, self.rotary)
 
     @cute.jit
     def __call__(
-        self, q: Int64, q_stride: Int64, q_head_stride: Int64, keys: Int64, values: Int64, slot_stride: Int64,
-        head_stride: Int64, slots: Int64, query_starts: Int64, key_starts: Int64, sinks: Int64, out: Int64,
-        sequences: Int32, heads: Int32, columns: Int32, window: Int32, scale: Float32, value_scale: Float32,
-        sms: Int32, stream: Stream,
+        self, q: Int64, q_stride: Int64, q_head_stride: Int64, cos: Int64, sin: Int64, keys: Int64, values: Int64,
+        slot_stride: Int64, head_stride: Int64, slots: Int64, query_starts: Int64, key_starts: Int64, sinks: Int64,
+        out: Int64, shape: Int64, sequences: Int32, heads: Int32, columns: Int32, window: Int32, scale: Float32,
+        value_scale: Float32, sms: Int32, stream: Stream,
     ) -> None:  # fmt: skip
-        """Strides in elements; heads: of keys; columns: items that the longest sequence has of a key head."""
+        """Strides in elements; heads: of keys; columns: items that the longest sequence has of a key head.
+        shape: 0, or the address of int32 [2], which say how many sequences there are and the most queries of one: the
+        arguments are then but the most of both.
+        """
         self.kernel(
-            q, q_stride, q_head_stride, keys, values, slot_stride, head_stride, slots, query_starts, key_starts, sinks,
-            out, sequences, heads, columns, window, scale, value_scale,
+            q, q_stride, q_head_stride, cos, sin, keys, values, slot_stride, head_stride, slots, query_starts,
+            key_starts, sinks, out, shape, sequences, heads, columns, window, scale, value_scale,
         ).launch(
             grid=[vector.min_of(sequences * heads * columns, sms), 1, 1], block=[self.tiling.threads, 1, 1],
             smem=self.tiling.shared_bytes, stream=stream, use_pdl=True, min_blocks_per_mp=1,
@@ -98,9 +92,10 @@ class PrefillAttention(jit.Kernel):
 
     @cute.kernel
     def kernel(
-        self, q: Int64, q_stride: Int64, q_head_stride: Int64, keys: Int64, values: Int64, slot_stride: Int64,
-        head_stride: Int64, slots: Int64, query_starts: Int64, key_starts: Int64, sinks: Int64, out: Int64,
-        sequences: Int32, heads: Int32, columns: Int32, window: Int32, scale: Float32, value_scale: Float32,
+        self, q: Int64, q_stride: Int64, q_head_stride: Int64, cos: Int64, sin: Int64, keys: Int64, values: Int64,
+        slot_stride: Int64, head_stride: Int64, slots: Int64, query_starts: Int64, key_starts: Int64, sinks: Int64,
+        out: Int64, shape: Int64, sequences: Int32, heads: Int32, columns: Int32, window: Int32, scale: Float32,
+        value_scale: Float32,
     ) -> None:  # fmt: skip
         tiling = self.tiling
         thread = cute.arch.thread_idx()[0]
@@ -111,6 +106,8 @@ class PrefillAttention(jit.Kernel):
             cute.arch.mbarrier_init(barrier(shared, thread), arrivals)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        # Which is there before a step's first launch.
+        sequences, columns = extent(shape, sequences, columns, self.group, tiling.rows)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         items = Items(query_starts, key_starts, sequences, heads, columns, window)
@@ -121,7 +118,7 @@ class PrefillAttention(jit.Kernel):
             KeyFeeder(tiling, self.group).run(shared, stored, items, warp - tiling.warps)
         else:
             cute.arch.setmaxregister_increase(tiling.registers[1])
-            queries = Queries(q, q_stride, q_head_stride, heads * self.group, sinks, out, scale, value_scale)
+            queries = Queries(q, q_stride, q_head_stride, heads * self.group, cos, sin, sinks, out, scale, value_scale)
             self.compute(shared, queries, items, warp)
 
     @cute.jit
@@ -130,32 +127,28 @@ class PrefillAttention(jit.Kernel):
         stage, parity = Int32(0), Int32(0)
         left = cute.make_rmem_tensor(self.tiling.head_dim // 4, Uint32)
         left.fill(0)
-        self.load(queries, items, Int32(0), warp, left)
+        turns = cute.make_rmem_tensor(self.tiling.head_dim // 2, Float32)
+        turns.fill(0.0)
+        self.reader.load(queries, items, Int32(0), warp, left, turns)
         if const_expr(self.tiling.turns):
             if warp // WARPGROUP == self.tiling.warpgroups - 1:
                 self.pass_turn()
         for number in range(items.rounds()):
-            item = self.item(items, number)
+            item = self.reader.item(items, number)
             if item.tiles > 0:
-                stage, parity = self.attend(shared, queries, items, number, item, warp, left, stage, parity)
+                if const_expr(self.rotary):
+                    self.reader.rotate(left, turns)
+                stage, parity = self.attend(shared, queries, items, number, item, warp, left, turns, stage, parity)
             else:
-                self.load(queries, items, number + 1, warp, left)
-
-    def item(self, items: Any, number: Any) -> Any:
-        return items.of(number, self.group, self.tiling.rows, self.tiling.keys)
-
-    def rows(self, item: Any, warp: Any) -> Any:
-        """Lane 4g + j of a warp has rows g and g + 8 of its 16; the item's last one in place of any beyond."""
-        first = item.row + warp * 16 + cute.arch.thread_idx()[0] % WARP // 4
-        return [vector.min_of(first + 8 * i, item.rows - 1) for i in range(2)]
+                self.reader.load(queries, items, number + 1, warp, left, turns)
 
     @cute.jit
     def attend(
         self, shared: Int32, queries: Queries, items: Items, number: Int32, item: Item, warp: Int32, left: cute.Tensor,
-        stage: Int32, parity: Int32,
+        turns: cute.Tensor, stage: Int32, parity: Int32,
     ) -> tuple[Int32, Int32]:  # fmt: skip
-        """An item, whose queries are in `left`, where the next item's are then."""
-        tiling, window, rows = self.tiling, items.window, self.rows(item, warp)
+        """An item, whose queries are in `left`, where the next item's are then, yet to be rotated."""
+        tiling, window, rows = self.tiling, items.window, self.reader.rows(item, warp)
         # Of each row the largest score so far, and this lane's share of the sum of weights.
         tops, sums = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         for i in range_constexpr(2):
@@ -182,7 +175,7 @@ class PrefillAttention(jit.Kernel):
             else:
                 self.step(shared, stage, before, left, weights, result, tops, sums, bounds, first, queries.scale, True)
         self.add_values(shared, stage, weights, result)
-        self.load(queries, items, number + 1, warp, left)
+        self.reader.load(queries, items, number + 1, warp, left, turns)
         final = await_sums([result[i] for i in range(tiling.head_dim // 2)])
         self.release(shared, stage)
         self.write(queries, item, warp, sums, final)
@@ -235,20 +228,6 @@ class PrefillAttention(jit.Kernel):
         """Weights as left operands."""
         for i in range(len(own) // 2):
             weights[i] = ptx.to_bf16x2(own[2 * i], own[2 * i + 1])
-
-    @cute.jit
-    def load(self, queries: Queries, items: Items, number: Int32, warp: Int32, left: cute.Tensor) -> None:
-        """An item's left operands, if there is one: of each 16 dimensions both rows' pair 2j, then both rows' pair
-        2j + 8.
-        """
-        item = self.item(items, number)
-        if item.tiles > 0:
-            for i, row in enumerate(self.rows(item, warp)):
-                token = Int64(item.first_query + row // self.group) * queries.stride
-                head = Int64(item.head * self.group + row % self.group) * queries.head_stride
-                source = queries.address + (token + head + cute.arch.thread_idx()[0] % 4 * 2) * 2
-                for place in range_constexpr(self.tiling.head_dim // 8):
-                    left[2 * place + i] = vector.scalar(source + place * 16, Uint32)[0]
 
     @cute.jit
     def first_terms(self, sinks: Int64, head: Int32) -> tuple[Float32, Float32]:

@@ -6,7 +6,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from rose_dist.kernels import vector
-from rose_dist.kernels.dsl import Int32, Int64, cute
+from rose_dist.kernels.dsl import Int32, Int64, cute, cutlass
+
+
+@cute.jit
+def extent(
+    shape: Int64, sequences: Int32, columns: Int32, group: cutlass.Constexpr, rows: cutlass.Constexpr
+) -> tuple[Int32, Int32]:
+    """Sequences, and items that the longest has of a key head: what is given or, by the most queries of one, what is at
+    `shape`; one at least, if an empty one. group, rows: as for `Items.of`.
+    """
+    if shape != 0:
+        sequences = vector.max_of(vector.scalar(shape, Int32)[0], Int32(1))
+        most = vector.scalar(shape + 4, Int32)[0] * group
+        columns = vector.max_of((most + (rows - 1)) // rows, Int32(1))
+    return sequences, columns
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,84 @@
+"""Where a step's chunks of prompts have their queries and keys, in one place on the device: attention in a captured
+graph reads them there, whatever the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rose_dist.engine.attention_planner import first_key, single_tokens
+from rose_dist.engine.step import SequenceStep
+from rose_dist.layers.attention_work import PagedChunks
+from rose_dist.layers.forward_batch import KVGroup
+
+MOST_SEQUENCES = 31
+"""In a step; with one, their starts are 32 numbers."""
+MOST_KEYS = 8192
+"""Of a step in a KV group. With more, attention takes so long that a graph saves nothing worth it."""
+_LINE = MOST_SEQUENCES + 1
+
+
+@dataclass(frozen=True)
+class ChunkArrays:
+    """A step's numbers on the host. starts: int32 [lines of `ChunkNumbers`]. slots: int64, of each KV group's keys."""
+
+    starts: npt.NDArray[np.int32]
+    slots: list[npt.NDArray[np.int64]]
+
+    @classmethod
+    def of(cls, sequences: Sequence[SequenceStep], groups: Sequence[KVGroup], block_size: int) -> ChunkArrays | None:
+        """None where some sequence computes but one token, which other kernels serve, and where there is no room."""
+        if single_tokens(sequences) or len(sequences) > MOST_SEQUENCES:
+            return None
+        queries = [len(sequence.tokens) for sequence in sequences]
+        starts = np.zeros((2 + len(groups), _LINE), np.int32)
+        starts[0, :2] = len(sequences), max(queries)
+        starts[1, 1 : 1 + len(sequences)] = np.cumsum(queries)
+        slots = []
+        for number, group in enumerate(groups):
+            parts = [
+                sequence.slots(number, block_size, first_key(sequence, group.window), sequence.end)
+                for sequence in sequences
+            ]
+            starts[2 + number, 1 : 1 + len(sequences)] = np.cumsum([len(part) for part in parts])
+            slots.append(np.concatenate(parts))
+        return None if max(map(len, slots)) > MOST_KEYS else cls(starts, slots)
+
+
+@dataclass(frozen=True)
+class ChunkNumbers:
+    """
+    starts: int32 [2 + KV groups, .]: how many sequences and the most queries of one; where queries start; where each
+        group's keys start.
+    slots: int64 [keys] of each KV group.
+    """
+
+    starts: Tensor
+    slots: Sequence[Tensor]
+
+    @classmethod
+    def allocate(cls, groups: int, device: torch.device) -> ChunkNumbers:
+        """Of no sequence."""
+        return cls(
+            torch.zeros(2 + groups, _LINE, dtype=torch.int32, device=device),
+            [torch.zeros(MOST_KEYS, dtype=torch.int64, device=device) for _ in range(groups)],
+        )
+
+    def copy_(self, step: ChunkNumbers) -> None:
+        """Take over those of a step, of which there may be fewer slots."""
+        self.starts.copy_(step.starts)
+        for own, slots in zip(self.slots, step.slots, strict=True):
+            own[: len(slots)].copy_(slots)
+
+    def work(self, number: int, rows: int, window: int | None) -> PagedChunks:
+        """A KV group's attention of up to so many tokens."""
+        return PagedChunks(
+            slice(0, rows), self.slots[number], self.starts[1], self.starts[2 + number], rows, MOST_KEYS, window,
+            self.starts[0, :2],
+        )  # fmt: skip
