@@ -270,11 +270,15 @@ def beside_flashinfer(bench: Bench, rows_of: dict[int, tuple[int, ...]], problem
     return {"all_reduce beside FlashInfer": table, "FlashInfer's all-reduces": str(peers)}
 
 
-def kernels_of(call: Call | None) -> str:
-    """The names of the kernels that it launches."""
-    if call is None:
-        return ""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    return ", ".join(sorted({event.name.partition("(")[0] for event in profile.events()}))
+def symmetric_kernels(bench: Bench) -> dict[str, Any]:
+    """Whether NCCL takes its kernels for symmetric memory, by the bytes of a rank."""
+    peers, found = Peers(bench, {"NCCL symmetric": nccl_symmetric}, {}), {}
+    for size in (8 << 10, 1 << 20, MOST_BYTES):
+        call = peers.calls(torch.zeros(size // 2, dtype=BF16, device=bench.device)).get("NCCL symmetric us")
+        if call is not None:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                call()
+                torch.cuda.synchronize()
+            names = {event.name.partition("(")[0] for event in profile.events()}
+            found[f"NCCL symmetric, {size >> 10} KB"] = ", ".join(sorted(names))
+    return found or {"NCCL symmetric": str(peers)}

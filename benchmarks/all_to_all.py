@@ -5,13 +5,13 @@
     python -m benchmarks.all_to_all --ranks 2 [--out FOLDER] [--budget SECONDS]
         2 or more GPUs of one NVLink domain: all-reduce, experts spread over them, ranks that are late or killed;
         then the first GPU alone. `--sections`: some of
-        checks,sizes,fused,flashinfer,late,killed,local
+        checks,sizes,fused,flashinfer,names,late,killed,local
 
 `--budget` bounds the checks: replays of captured graphs with fresh routing, 2,000 a shape if the time allows. Times are
 medians in microseconds a call. The floor is the traffic at this run's copy rate. A failed check ends the run. What
 stands beside our all-reduce is named at the head of the results, with the reason for what is missing. Section
 `flashinfer` has FlashInfer's two, whose kernels nvcc compiles first: `python -m benchmarks.flashinfer_modules` does it
-beforehand.
+beforehand. Section `names`: the kernels that NCCL takes for symmetric memory; its profile comes after what is timed.
 """
 
 from __future__ import annotations

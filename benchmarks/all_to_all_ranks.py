@@ -26,7 +26,7 @@ from benchmarks.all_reduce_peers import (
     MOST_BYTES,
     Peers,
     beside_flashinfer,
-    kernels_of,
+    symmetric_kernels,
 )
 from benchmarks.all_to_all_late import killed, late
 from benchmarks.flashinfer_modules import Builds
@@ -61,7 +61,7 @@ LINEAR = (2880, 4096)
 """Outputs and inputs of GPT-OSS's output projection."""
 ONE_SHOT_MOST = 4 << 20
 """Of the comparison of one shot with two."""
-SECTIONS = ("checks", "sizes", "fused", "flashinfer", "late", "killed")
+SECTIONS = ("checks", "sizes", "fused", "flashinfer", "names", "late", "killed")
 ALIGN_CYCLES = 150_000
 CHECK_SPIN = 20_000
 """Most cycles by which ranks are put out of step before a replay."""
@@ -116,6 +116,7 @@ def _rank(rank: int, arguments: argparse.Namespace, answers: Any) -> None:
         parts: dict[str, Callable[[float], dict[str, Any]]] = {
             "checks": bench.checks, "sizes": bench.sizes, "fused": bench.fused,
             "flashinfer": lambda _: beside_flashinfer(bench, ROWS, arguments.flashinfer),
+            "names": lambda _: symmetric_kernels(bench),
             "late": lambda _: late(bench), "killed": lambda _: killed(bench),
         }  # fmt: skip
         for name in arguments.sections.split(","):
@@ -210,13 +211,8 @@ class Bench:
                 table.append(line)
                 if self.rank == 0:
                     print(line, flush=True)
-        facts: dict[str, Any] = {"all-reduces beside": str(peers)}
-        if "NCCL symmetric" in peers.arms:
-            few, many = (torch.zeros(rows, 4096, dtype=BF16, device=self.device) for rows in (1, 4096))
-            for name, x in (("few", few), ("many", many)):
-                facts[f"NCCL symmetric's kernels, {name} bytes"] = kernels_of(peers.arms["NCCL symmetric"](x))
-        facts |= {"copy TB/s": self.rate / 1e6, "NVLink GB/s each way": self.link / 1e3}
-        return {"all_reduce": table} | facts
+        facts = {"copy TB/s": self.rate / 1e6, "NVLink GB/s each way": self.link / 1e3}
+        return {"all-reduces beside": str(peers), "all_reduce": table} | facts
 
     def fused(self, budget_s: float) -> dict[str, Any]:
         """What ends the halves of a layer against the launches that it replaces."""
