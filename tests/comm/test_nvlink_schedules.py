@@ -244,6 +244,28 @@ def test_every_weakened_flag_is_caught(form: str, calls: Any, case: Case, monkey
     assert tried >= WEAKENINGS[form, calls]
 
 
+@CASES
+@pytest.mark.parametrize("waits", [("griddepcontrol", "wait"), ("cp", "async", "bulk", "wait_group")], ids=str)
+def test_what_is_not_awaited_is_caught(waits: tuple[str, ...], case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of pairs, by the blocks that send and those that take; rows that are under way by bulk copies."""
+    plain_rows_from(2, monkeypatch)
+
+    def build() -> tuple[Job, list[Echo]]:
+        job = Job(case, 2, monkeypatch)
+        return job, chain(job, (3,), 2)
+
+    job, _ = build()
+    rows = next(one for one in job.cluster.peers._launches[0] if "DispatchRows" in one.program.kernel.name)
+    lines = [one.line for one in rows.program.kernel.instructions if one.parts[: len(waits)] == waits]
+    # Of many waits for copies none may matter alone.
+    for some in [[line] for line in lines] if waits[0] == "griddepcontrol" else [lines]:
+
+        def change(launch: Launch, some: list[int] = some) -> Launch:
+            return dropped(launch, *some) if launch.program.kernel.name == rows.program.kernel.name else launch
+
+        assert caught(build, change, 12), some
+
+
 @pytest.mark.parametrize("kind", ["st", "ld"])
 def test_too_small_a_scope_of_packets_is_a_race(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def build() -> tuple[Job, list[Echo]]:
@@ -315,8 +337,9 @@ def without_release(launch: Launch) -> Launch:
     return launch
 
 
-def dropped(launch: Launch, line: int) -> Launch:
-    instructions = launch.program.kernel.instructions
-    at = next(i for i, one in enumerate(instructions) if one.line == line)
-    nothing = dataclasses.replace(instructions[at], parts=("pmevent",), operands=())
-    return dataclasses.replace(launch, program=launch.program.replaced(at, nothing))
+def dropped(launch: Launch, *lines: int) -> Launch:
+    program = launch.program
+    for at, one in enumerate(launch.program.kernel.instructions):
+        if one.line in lines:
+            program = program.replaced(at, dataclasses.replace(one, parts=("pmevent",), operands=()))
+    return dataclasses.replace(launch, program=program)
