@@ -190,7 +190,7 @@ def cases(rate: float, flashinfer: bool, variants: bool) -> Iterator[tuple[str, 
         Shape(requests, context, window)
         for window in (None, 128)
         for context in ((1024, 8192, 32768) if window is None else (1024,))
-        for requests in (1, 8, 32, 128)
+        for requests in ((1, 8, 32, 64, 128) if context == 1024 else (1, 8, 32, 128))
     ]
     shapes += [Shape(1, 131072), Shape(1, 1024, None, 32, 4), Shape(1, 8192, None, 8, 1)]
     shapes += [Shape(requests, 8192, None, 64, 4, 128) for requests in (1, 32)]
@@ -209,7 +209,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="benchmarks/results/h200", type=Path)
     parser.add_argument("--only", default="", help="cases whose name has this text")
-    parser.add_argument("--variants", action="store_true", help="other bytes a row; copies alone; blocks in order")
+    parser.add_argument(
+        "--variants", action="store_true", help="whole tokens or other bytes of one a block; copies alone"
+    )
     parser.add_argument("--flashinfer", action="store_true")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -8,11 +8,9 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
-import torch
-
 from benchmarks.kernel_variants import holding
 from rose_dist.kernels import attention_tiling, paged_attention, paged_prefill, ptx
-from rose_dist.kernels.cute import paged_attention_decode, paged_attention_prefill, whole_token_attention
+from rose_dist.kernels.cute import paged_attention_prefill, whole_token_attention
 from rose_dist.kernels.cute.attention_products import Products
 from rose_dist.kernels.cute.whole_token_tiles import WholeTokenTiles
 from rose_dist.kernels.dsl import Float32
@@ -31,16 +29,8 @@ class NoProducts(Products):
         pass
 
 
-class CopiesAlone(paged_attention_decode.DecodeAttention):
+class CopiesAlone(whole_token_attention.WholeTokenAttention):
     """Every tile comes, none is multiplied: as fast as memory gives keys and values in this order."""
-
-    @property
-    def products(self) -> Products:
-        return NoProducts(self.tiles, self.rows)
-
-
-class WholeTokenCopiesAlone(whole_token_attention.WholeTokenAttention):
-    """As `CopiesAlone`."""
 
     @property
     def products(self) -> Products:
@@ -100,11 +90,9 @@ def of(itemsize: int) -> dict[str, Variant]:
     sizes = (64, 128, 256) if itemsize == 1 else (128, 256)
     return {
         "us whole tokens": _whole_tokens,
-        "us whole tokens, copies alone": _whole_token_copies_alone,
+        "us whole tokens, copies alone": _copies_alone,
         "us whole tokens, first to leave L2": _leaving_first,
         **{f"us {size} B rows": partial(_with_rows_of, size) for size in sizes},
-        "us copies alone": _copies_alone,
-        "us blocks in order": _blocks_in_order,
     }
 
 
@@ -116,8 +104,8 @@ def _whole_tokens(_: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _whole_token_copies_alone(case: Any) -> Iterator[None]:
-    with _whole_tokens(case), holding(whole_token_attention, "WholeTokenAttention", WholeTokenCopiesAlone):
+def _copies_alone(case: Any) -> Iterator[None]:
+    with _whole_tokens(case), holding(whole_token_attention, "WholeTokenAttention", CopiesAlone):
         yield
 
 
@@ -128,32 +116,7 @@ def _leaving_first(case: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _by_heads(_: Any) -> Iterator[None]:
-    with holding(attention_tiling, "WHOLE_TOKENS", 1 << 30):
+def _with_rows_of(size: int, _: Any) -> Iterator[None]:
+    rows = dict.fromkeys((1, 2), Ranges((0,), (size,)))
+    with holding(attention_tiling, "WHOLE_TOKENS", 1 << 30), holding(attention_tiling, "ROW_BYTES", rows):
         yield
-
-
-@contextmanager
-def _with_rows_of(size: int, case: Any) -> Iterator[None]:
-    with (
-        _by_heads(case),
-        holding(attention_tiling, "ROW_BYTES", dict.fromkeys((1, 2), Ranges((0,), (size,)))),
-    ):
-        yield
-
-
-@contextmanager
-def _copies_alone(case: Any) -> Iterator[None]:
-    with _by_heads(case), holding(paged_attention_decode, "DecodeAttention", CopiesAlone):
-        yield
-
-
-@contextmanager
-def _blocks_in_order(case: Any) -> Iterator[None]:
-    """As if no request had come or gone while another ran."""
-    shuffled = case.tables
-    case.tables = torch.arange(shuffled.numel(), device=shuffled.device, dtype=shuffled.dtype).view_as(shuffled)
-    try:
-        yield
-    finally:
-        case.tables = shuffled

@@ -40,7 +40,7 @@ def _serves(name: str, kernel: Any) -> bool:
     if name in ("Route", "MapExperts"):
         return kernel.experts == 128 and getattr(kernel, "k", 4) == 4
     return name in ("ExpertLinear", "ExpertGemm", "SmallLinear") or (
-        name == "DecodeAttention" and kernel.head_dim == 64
+        name in ("DecodeAttention", "WholeTokenAttention") and kernel.head_dim == 64
     )
 
 

@@ -22,6 +22,7 @@ from rose_dist.kernels.attention_tiling import (
     most_splits,
     takes_whole_tokens,
 )  # fmt: skip
+from rose_dist.kernels.jit import Launcher
 
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 16
@@ -127,27 +128,22 @@ def decode(
     return out
 
 
-def _launcher(
-    q: Tensor, keys: Tensor, block_size: int, window: int | None, early: bool
-) -> tuple[launch.Launcher, int]:  # fmt: skip
+def _launcher(q: Tensor, keys: Tensor, block_size: int, window: int | None, early: bool) -> tuple[Launcher, int]:
     """The kernel for these shapes, and how many key heads one of its blocks takes."""
     from rose_dist.kernels.cute import paged_attention_decode, whole_token_attention  # noqa: PLC0415 - the compiler
 
     requests, query_heads, head_dim = q.shape
     key_heads, device = keys.shape[1], launch.device(q)
-    wide = query_heads // key_heads > 8
-    tiles = block_size // TILE
-    brief = is_brief(requests * key_heads, window, device.sms)
-    side_by_side = keys.stride(1) == head_dim
-    dense = side_by_side and keys.stride(0) == key_heads * head_dim
-    if dense and not brief and takes_whole_tokens(requests, key_heads, head_dim, wide_group=wide):
-        shape = (device.arch, q.dtype, keys.dtype, head_dim, key_heads, tiles, early)
-        return whole_token_attention.launcher(*shape), key_heads
+    wide, tiles = query_heads // key_heads > 8, block_size // TILE
+    kinds = (device.arch, q.dtype, keys.dtype, head_dim)
     heads = 1
-    if side_by_side and not brief:
+    if keys.stride(1) == head_dim and not is_brief(requests * key_heads, window, device.sms):
+        dense = keys.stride(0) == key_heads * head_dim
+        if dense and takes_whole_tokens(requests, key_heads, head_dim, wide_group=wide):
+            return whole_token_attention.launcher(*kinds, key_heads, tiles, early), key_heads
         heads = heads_together(requests, key_heads, head_dim, keys.element_size(), wide_group=wide)
-    shape = (device.arch, q.dtype, keys.dtype, head_dim, heads, wide, tiles, early)
-    return paged_attention_decode.launcher(*shape, early and gives_way(requests, query_heads * head_dim)), heads
+    gives = early and gives_way(requests, query_heads * head_dim)
+    return paged_attention_decode.launcher(*kinds, heads, wide, tiles, early, gives), heads
 
 
 def _reference(

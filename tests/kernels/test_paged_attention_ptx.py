@@ -10,10 +10,18 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from rose_dist.kernels import binary, jit, launch, registry
+from rose_dist.kernels import attention_tiling, binary, jit, launch, registry
 from rose_dist.kernels.arch import ARCHS, HOPPER, Arch
 from rose_dist.kernels.cute.attention_results import THREADS, WARPS
+from rose_dist.kernels.cute.kv_tiles import key_token, value_token
 from rose_dist.kernels.cute.paged_attention_decode import DecodeAttention
+from rose_dist.kernels.cute.whole_token_attention import (
+    FEEDER_REGISTERS,
+    WARP_HEADS,
+    WholeTokenAttention,
+)
+from rose_dist.kernels.cute.whole_token_feeder import FEEDERS
+from rose_dist.kernels.cute.whole_token_tiles import WholeTokenTiles
 from rose_dist.kernels.jit import Binary
 from tests.kernels import emulation
 from tests.kernels.paged_cache import Cache, assert_close, attend, exact
@@ -28,7 +36,14 @@ def arch(request: pytest.FixtureRequest) -> Arch:
 
 @pytest.fixture(scope="module")
 def binaries(arch: Arch) -> list[Binary]:
-    return [jit.compile_binary(kernel) for kernel in registry._attention(arch)]
+    return [jit.compile_binary(kernel) for kernel in registry._attention(arch) if isinstance(kernel, DecodeAttention)]
+
+
+@pytest.fixture(scope="module")
+def whole(arch: Arch) -> list[Binary]:
+    """Those whose blocks take whole tokens."""
+    kernels = [kernel for kernel in registry._attention(arch) if isinstance(kernel, WholeTokenAttention)]
+    return [jit.compile_binary(kernel) for kernel in kernels]
 
 
 def test_tensor_cores_fed_by_asynchronous_copies(binaries: list[Binary]) -> None:
@@ -51,6 +66,39 @@ def test_tensor_cores_fed_by_asynchronous_copies(binaries: list[Binary]) -> None
         assert text.count("cvt.rn.f16x2.e4m3x2") == (kernel.tiles.bytes // 64 if kernel.tiles.fp8 else 0)
 
 
+def test_whole_tokens_come_by_bulk_copies(whole: list[Binary]) -> None:
+    for compiled in whole:
+        kernel, text = compiled.kernel, compiled.ptx
+        assert isinstance(kernel, WholeTokenAttention)
+        assert text.count("mma.sync") == WARP_HEADS * kernel.head_dim // 8
+        assert "cp.async.c" not in text
+        # One instruction, by as many lanes as a tile has chunks.
+        assert text.count("cp.async.bulk.shared::cluster.global") == 1
+        assert text.count("cvt.rn.f16x2.e4m3x2") == (kernel.head_dim if kernel.tiles.fp8 else 0)
+        assert binary.facts(compiled).stack_bytes == 0
+        launched = kernel.launched_registers * (kernel.warps + FEEDERS)
+        assert kernel.registers * kernel.warps + FEEDER_REGISTERS * FEEDERS <= launched
+        assert kernel.stages * kernel.tiles.bytes >= kernel.heads * kernel.cache_dtype.itemsize << 13
+
+
+def test_whole_tokens_are_read_without_bank_conflicts() -> None:
+    """16 bytes of eight lanes at once, or 8 bytes of 16, are on different banks."""
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        for heads in (2, 4, 8):
+            tiles = WholeTokenTiles(64, 2, dtype, heads)
+            for n in range(2):
+                assert_spread([tiles.place(key_token(i // 4, n)) + i % 4 * 16 for i in range(32)], 16)
+            for t in range(4):
+                places = [tiles.place(value_token(i % 4, t)) + i // 4 * tiles.value_bytes for i in range(32)]
+                assert_spread(places, tiles.value_bytes)
+
+
+def assert_spread(places: list[int], size: int) -> None:
+    together = 128 // size
+    for first in range(0, 32, together):
+        assert len({place % 128 // size for place in places[first : first + together]}) == together
+
+
 def test_blocks_fit_on_an_sm_and_have_enough_under_way(binaries: list[Binary]) -> None:
     for compiled in binaries:
         kernel, facts = compiled.kernel, binary.facts(compiled)
@@ -71,9 +119,11 @@ def test_before_the_dependency_wait_only_what_is_early_is_read(binaries: list[Bi
         assert "griddepcontrol.launch_dependents;" in (before if kernel.gives_way else after)
 
 
-def test_splits_meet_in_one_ordered_atomic(binaries: list[Binary]) -> None:
+def test_splits_meet_in_one_ordered_atomic(binaries: list[Binary], whole: list[Binary]) -> None:
     for compiled in binaries:
         assert re.findall(r"\b(?:atom|red|fence)\.\S+", compiled.ptx) == ["atom.acq_rel.gpu.global.add.u32"]
+    for compiled in whole:
+        assert re.findall(r"\b(?:atom|red)\.\S+", compiled.ptx) == ["atom.acq_rel.gpu.global.add.u32"]
 
 
 def right(monkeypatch: pytest.MonkeyPatch, weakening: Weakening | None, seed: int) -> bool:
@@ -100,8 +150,18 @@ def right(monkeypatch: pytest.MonkeyPatch, weakening: Weakening | None, seed: in
     return True
 
 
-def test_each_weakening_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = emulation.compiled(DecodeAttention(HOPPER, torch.bfloat16, torch.bfloat16, 64, 2, False, 1, False))
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        DecodeAttention(HOPPER, torch.bfloat16, torch.bfloat16, 64, 2, False, 1, False),
+        WholeTokenAttention(HOPPER, torch.bfloat16, torch.bfloat16, 64, 2, 1, False),
+    ],
+    ids=["by heads", "whole tokens"],
+)
+def test_each_weakening_is_caught(monkeypatch: pytest.MonkeyPatch, kernel: jit.Kernel) -> None:
+    if isinstance(kernel, WholeTokenAttention):
+        monkeypatch.setattr(attention_tiling, "WHOLE_TOKENS", 0)
+    host = emulation.compiled(kernel)
     (program,) = host.programs.values()
     assert right(monkeypatch, None, 0)
     found = {str(w): w for w in weakenings(program) if "griddepcontrol" not in w.text}

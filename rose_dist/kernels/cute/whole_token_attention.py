@@ -33,9 +33,10 @@ ROWS = 8
 """Query heads a key head, padded."""
 WARP_HEADS = 2
 """Key heads a warp."""
-MOST_STAGES = 16
+MOST_STAGES = 7
+"""Of GPT-OSS's heads in FP8, 114 KB, as much as four of bf16; with eight, registers spill."""
 FEEDER_REGISTERS = 32
-SM_REGISTERS, MOST_REGISTERS = 64 << 10, 232
+SM_REGISTERS = 64 << 10
 SHARED_BYTES, SPARE_BYTES = 227 << 10, 1 << 10
 """Shared memory that a block may have on Hopper and Blackwell, and what is left for barriers and alignment."""
 
@@ -79,11 +80,16 @@ class WholeTokenAttention(jit.Kernel):
         return (self.warps + FEEDERS) * WARP
 
     @property
+    def launched_registers(self) -> int:
+        return SM_REGISTERS // self.threads // 8 * 8
+
+    @property
     def registers(self) -> int:
-        """Of a computing thread, once they are shared out anew."""
-        launched = SM_REGISTERS // self.threads // 8 * 8
-        left = launched * self.threads - FEEDER_REGISTERS * FEEDERS * WARP
-        return min(left // (self.warps * WARP) // 8 * 8, MOST_REGISTERS)
+        """Of a computing thread, if they are shared out anew; 0: there are enough."""
+        if self.launched_registers >= 2 * self.head_dim:
+            return 0
+        left = self.launched_registers * self.threads - FEEDER_REGISTERS * FEEDERS * WARP
+        return left // (self.warps * WARP) // 8 * 8
 
     @property
     def tiles(self) -> WholeTokenTiles:
@@ -154,10 +160,12 @@ class WholeTokenAttention(jit.Kernel):
         batch = Batch(lengths, requests, vector.live_rows(live_rows, requests), window, most_splits, groups)
         warp = cute.arch.make_warp_uniform(thread // WARP)
         if warp >= self.warps:
-            cute.arch.setmaxregister_decrease(FEEDER_REGISTERS)
+            if const_expr(self.registers):
+                cute.arch.setmaxregister_decrease(FEEDER_REGISTERS)
             self.feeder.run(barriers, ring, paged, batch, warp - self.warps)
         else:
-            cute.arch.setmaxregister_increase(self.registers)
+            if const_expr(self.registers):
+                cute.arch.setmaxregister_increase(self.registers)
             self.compute(
                 barriers, ring, sums, merged, scalars, arrived, q, q_stride, sinks, out, partials, counters,
                 batch, warp, group, scale, value_scale,
