@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 pytest.importorskip("cutlass")
 
-from rose_dist.kernels import jit, launch
+from rose_dist.kernels import jit, launch, mxfp4_e4m3
 from rose_dist.kernels.arch import ARCHS
+from rose_dist.kernels.e4m3_tiling import E4M3_SHAPES
+from rose_dist.kernels.mxfp4_e4m3 import expert_mlp_e4m3
+from rose_dist.kernels.mxfp4_experts import ExpertLayer
 from rose_dist.kernels.rms_norm import add_rms_norm, rms_norm
+from rose_dist.kernels.variants import Ranges
 from tests.kernels import emulation
+from tests.kernels.test_mxfp4_experts import LIMIT, Layer
 from tests.ptx.errors import PtxError
 from tests.ptx.launch import Launch
 from tests.ptx.weaken import weakenings
@@ -85,3 +92,43 @@ def test_norms_of_long_rows_hold_the_next_launch_back(chain: Chain, hidden: int,
     (kernel,) = chain.kernels
     before, _ = emulation.compiled(kernel).ptx.split("griddepcontrol.wait;")
     assert ("griddepcontrol.launch_dependents;" in before) == early
+
+
+def experts_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> tuple[Chain, torch.Tensor, torch.Tensor]:
+    """Rows into groups -> an expert's first layer -> its second, all launched; (the results, what they have to be)."""
+    chain = Chain(monkeypatch, "sm_90a")
+    chain.gpu.info = replace(chain.gpu.info, sms=2)
+    shape = replace(E4M3_SHAPES.variants[0], widths=(16,), stages=2)
+    monkeypatch.setattr(mxfp4_e4m3, "E4M3_SHAPES", Ranges((0,), (shape,)))
+    torch.manual_seed(0)
+    first, second = Layer([3, 0, 9], 64, 64), Layer([3, 0, 9], 32, 32)
+    layers = [ExpertLayer(layer.packed(chain.gpu), chain.gpu.tensor(layer.bias)) for layer in (first, second)]
+    out = expert_mlp_e4m3(chain.gpu.tensor(first.x), *layers, first.expert_rows(chain.gpu), limit=LIMIT)
+    for one in chain.launches:
+        chain.run([one], seed=0)
+    expected = chain.gpu.plain(out).clone()
+    chain.gpu.plain_storage(out).zero_()
+    return chain, out, expected
+
+
+def test_expert_gemms_begin_before_their_rows_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain, out, expected = experts_of_many_rows(monkeypatch)
+    assert all(one.overlaps for one in chain.launches)
+    for seed in range(4):
+        chain.run(chain.launches, seed)
+        assert torch.equal(chain.gpu.plain(out), expected)
+
+
+@pytest.mark.parametrize("which", [1, 2])
+def test_expert_gemms_that_do_not_wait_for_their_rows_are_caught(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain, *_ = experts_of_many_rows(monkeypatch)
+    waits = [w for w in weakenings(chain.launches[which].program) if "griddepcontrol.wait" in w.text]
+    assert len(waits) == 2  # of what feeds and of what computes
+    hasty = waits[0].apply(chain.launches[which])
+
+    def run() -> None:
+        for seed in range(20):
+            chain.run([*chain.launches[:which], hasty, *chain.launches[which + 1 :]], seed)
+
+    with pytest.raises(PtxError, match=r"without a fence\.proxy\.async since|written during this launch"):
+        run()

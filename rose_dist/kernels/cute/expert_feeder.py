@@ -95,6 +95,7 @@ class Feeder:
                 source += tiling.tile_row_bytes
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        ptx.fence_async_copies()  # launches before have written the rows, which is known since the wait
         # A fresh barrier lets a wait for the phase before its first one pass.
         stage, parity = Int32(0), Int32(1)
         for item in range(first, items.number, cute.arch.grid_dim()[0]):
