@@ -16,6 +16,7 @@ from rose_dist.kernels.cute.attention_results import THREADS, WARPS
 from rose_dist.kernels.cute.paged_attention_decode import DecodeAttention
 from rose_dist.kernels.jit import Binary
 from tests.kernels import emulation
+from tests.kernels.binaries import Binaries
 from tests.kernels.paged_cache import Cache, assert_close, attend, exact
 from tests.ptx.errors import PtxError
 from tests.ptx.weaken import Weakening, weakenings
@@ -27,8 +28,8 @@ def arch(request: pytest.FixtureRequest) -> Arch:
 
 
 @pytest.fixture(scope="module")
-def binaries(arch: Arch) -> list[Binary]:
-    return [jit.compile_binary(kernel) for kernel in registry._attention(arch)]
+def binaries(arch: Arch, compiled_once: Binaries) -> list[Binary]:
+    return [compiled_once.of(kernel) for kernel in registry._attention(arch)]
 
 
 def test_tensor_cores_fed_by_asynchronous_copies(binaries: list[Binary]) -> None:
