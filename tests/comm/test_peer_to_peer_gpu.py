@@ -90,6 +90,11 @@ def test_matrix_over_two_nodes(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         once(job, replace(case, seed=seed), seed)
 
 
+def seeds(nodes: str) -> int:
+    """Of schedules and routing; of eight ranks, which interpret for seconds, one."""
+    return 1 if len(nodes) == 8 else 2
+
+
 SHAPES = [("aab", False), ("abcd", False), ("aaaabbbb", False), ("aabb", True), ("aaaabbbb", True), ("aabbccdd", True)]
 
 
@@ -97,7 +102,7 @@ SHAPES = [("aab", False), ("abcd", False), ("aaaabbbb", False), ("aabb", True), 
 def test_nodes_of_many_shapes(nodes: str, rails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(tokens=(5, 0, 18, 3), experts=len(nodes) * 2 + 1, top_k=3, hidden=16)
     job = Nodes(case, nodes, monkeypatch, rails=rails)
-    for seed in range(2):
+    for seed in range(seeds(nodes)):
         once(job, replace(case, seed=seed), seed)
 
 
@@ -136,7 +141,7 @@ def test_nodes_add_up(name: str, nodes: str, most: int, monkeypatch: pytest.Monk
     plain_rows_from(most + 1, monkeypatch)
     case = replace(SUMMED[name], partial_sums=True, sum_ranks=nodes.count("a"))
     job = Nodes(case, nodes, monkeypatch, rails=True)
-    for seed in range(2):
+    for seed in range(seeds(nodes)):
         once(job, replace(case, seed=seed), seed)
 
 

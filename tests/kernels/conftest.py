@@ -63,6 +63,15 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         yield emulated(monkeypatch, request.param)
 
 
+@pytest.fixture(scope="session")
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Its `of(kernel)` is `jit.compile_binary`, for kernels that several modules look at."""
+    pytest.importorskip("cutlass")
+    from tests.kernels.binaries import Binaries  # noqa: PLC0415
+
+    return Binaries.of_run(tmp_path_factory)
+
+
 @pytest.fixture
 def row_counts(gpu: Any) -> tuple[int, ...]:
     """Odd numbers of rows; an emulated GPU takes only few."""

@@ -8,19 +8,20 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from rose_dist.kernels import binary, jit, registry
+from rose_dist.kernels import binary, registry
 from rose_dist.kernels.arch import ARCHS
 from rose_dist.kernels.cute.all_reduce_norm import CombineReduceNorm
 from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
 from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
 from rose_dist.kernels.jit import Binary
+from tests.kernels.binaries import Binaries
 
 COPY_FENCES = {"fence.mbarrier_init.release.cluster", "fence.proxy.async.global"}
 
 
 @pytest.fixture(scope="module", params=["sm_90a", "sm_100a"])
-def binaries(request: pytest.FixtureRequest) -> list[Binary]:
-    return [jit.compile_binary(kernel) for kernel in registry._all_reduces(ARCHS[request.param])]
+def binaries(request: pytest.FixtureRequest, compiled_once: Binaries) -> list[Binary]:
+    return [compiled_once.of(kernel) for kernel in registry._all_reduces(ARCHS[request.param])]
 
 
 def test_packets_need_no_fence_and_no_flag(binaries: list[Binary]) -> None:

@@ -17,6 +17,7 @@ from rose_dist.kernels.exchange_layout import ExchangeLayout
 from rose_dist.kernels.exchange_tiling import PARTS
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.jit import Binary
+from tests.kernels.binaries import Binaries
 
 PACKET_STORE, PACKET_LOAD = "st.relaxed.sys.global.v4.b32", "ld.relaxed.sys.global.v4.b32"
 BULK_STORE = "cp.async.bulk.global.shared::cta.bulk_group"
@@ -31,11 +32,11 @@ def arch(request: pytest.FixtureRequest) -> Arch:
 
 
 @pytest.fixture(scope="module")
-def binaries(arch: Arch) -> list[Binary]:
+def binaries(arch: Arch, compiled_once: Binaries) -> list[Binary]:
     """Both halves in one launch, and the kernels of plain rows."""
     few, kinds = PARTS.variants[0], (ExchangeDispatch, ExchangeCombine, DispatchRows, CombineRows)
     return [
-        jit.compile_binary(kernel)
+        compiled_once.of(kernel)
         for kernel in registry._exchanges(arch)
         if isinstance(kernel, kinds)
         and getattr(kernel, "most", few) == few

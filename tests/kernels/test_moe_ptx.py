@@ -8,12 +8,13 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from rose_dist.kernels import binary, jit, registry
+from rose_dist.kernels import binary, registry
 from rose_dist.kernels.arch import ARCHS, Arch
 from rose_dist.kernels.cute.moe_combine import Combine
 from rose_dist.kernels.cute.moe_dispatch_decode import DispatchDecode
 from rose_dist.kernels.cute.moe_dispatch_prefill import AssignSlots, ScatterRows
 from rose_dist.kernels.jit import Binary
+from tests.kernels.binaries import Binaries
 
 
 @pytest.fixture(scope="module", params=["sm_90a", "sm_100a"])
@@ -22,13 +23,13 @@ def arch(request: pytest.FixtureRequest) -> Arch:
 
 
 @pytest.fixture(scope="module")
-def binaries(arch: Arch) -> dict[type, list[Binary]]:
+def binaries(arch: Arch, compiled_once: Binaries) -> dict[type, list[Binary]]:
     """A few of each kind."""
     found: dict[type, list[Binary]] = {}
     for kernel in registry._moe(arch):
         some = found.setdefault(type(kernel), [])
         if len(some) < 4:
-            some.append(jit.compile_binary(kernel))
+            some.append(compiled_once.of(kernel))
     return found
 
 

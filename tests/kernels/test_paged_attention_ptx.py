@@ -24,6 +24,7 @@ from rose_dist.kernels.cute.whole_token_feeder import FEEDERS
 from rose_dist.kernels.cute.whole_token_tiles import WholeTokenTiles
 from rose_dist.kernels.jit import Binary
 from tests.kernels import emulation
+from tests.kernels.binaries import Binaries
 from tests.kernels.paged_cache import Cache, assert_close, attend, exact
 from tests.ptx.errors import PtxError
 from tests.ptx.weaken import Weakening, weakenings
@@ -35,15 +36,16 @@ def arch(request: pytest.FixtureRequest) -> Arch:
 
 
 @pytest.fixture(scope="module")
-def binaries(arch: Arch) -> list[Binary]:
-    return [jit.compile_binary(kernel) for kernel in registry._attention(arch) if isinstance(kernel, DecodeAttention)]
+def binaries(arch: Arch, compiled_once: Binaries) -> list[Binary]:
+    kernels = [kernel for kernel in registry._attention(arch) if isinstance(kernel, DecodeAttention)]
+    return [compiled_once.of(kernel) for kernel in kernels]
 
 
 @pytest.fixture(scope="module")
-def whole(arch: Arch) -> list[Binary]:
+def whole(arch: Arch, compiled_once: Binaries) -> list[Binary]:
     """Those whose blocks take whole tokens."""
     kernels = [kernel for kernel in registry._attention(arch) if isinstance(kernel, WholeTokenAttention)]
-    return [jit.compile_binary(kernel) for kernel in kernels]
+    return [compiled_once.of(kernel) for kernel in kernels]
 
 
 def test_tensor_cores_fed_by_asynchronous_copies(binaries: list[Binary]) -> None:

@@ -20,6 +20,7 @@ from rose_dist.kernels.cute.routing import Route
 from rose_dist.kernels.cute.swiglu import GatedActivation
 from rose_dist.kernels.cute.whole_token_attention import WholeTokenAttention
 from rose_dist.kernels.jit import Binary
+from tests.kernels.binaries import Binaries
 
 STREAMING = (RMSNorm, QKNormRope, GatedActivation, Quantize, Dequantize, Embed, ApplySinks)
 
@@ -30,8 +31,8 @@ def arch(request: pytest.FixtureRequest) -> Arch:
 
 
 @pytest.fixture(scope="module")
-def binaries(arch: Arch) -> list[Binary]:
-    return [jit.compile_binary(kernel) for kernel in registry.kernels(arch)]
+def binaries(arch: Arch, compiled_once: Binaries) -> list[Binary]:
+    return [compiled_once.of(kernel) for kernel in registry.kernels(arch)]
 
 
 def test_nothing_spills_and_accesses_are_as_wide_as_they_go(arch: Arch, binaries: list[Binary]) -> None:

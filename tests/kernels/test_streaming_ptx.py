@@ -23,6 +23,7 @@ from rose_dist.kernels.mxfp4_experts import GEMM_SEGMENTS, SHARED_BYTES
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES
 from rose_dist.kernels.variants import gemm
 from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES
+from tests.kernels.binaries import Binaries
 
 REGISTERS = 65536
 """Of an SM."""
@@ -39,10 +40,10 @@ def arch(request: pytest.FixtureRequest) -> Arch:
 
 
 @pytest.fixture(scope="module")
-def binaries(arch: Arch) -> list[tuple[ExpertLinear, Binary]]:
+def binaries(arch: Arch, compiled_once: Binaries) -> list[tuple[ExpertLinear, Binary]]:
     """Those of few and of more rows; of both layers, of one that is gated and of one that is not."""
     kernels = [k for k in registry._mxfp4_experts(arch) if isinstance(k, ExpertLinear)]
-    return [(kernel, jit.compile_binary(kernel)) for kernel in (*kernels[:2], kernels[-1])]
+    return [(kernel, compiled_once.of(kernel)) for kernel in (*kernels[:2], kernels[-1])]
 
 
 def test_every_weight_is_decoded_and_multiplied_once(binaries: list[tuple[ExpertLinear, Binary]]) -> None:
