@@ -249,7 +249,8 @@ class AllReduce:
         row_vectors = self.sizes.hidden * x.element_size() // 16
         share = -(-rows * row_vectors // self.sizes.ranks)
         blocks = max(1, min(self.sizes.sms, MAX_BLOCKS, -(-share // kernel.threads)))
-        rounds = max(1, min(MAX_ROUNDS if self.bulk else 4, share * 16 // blocks // ROUND_BYTES))
+        most, least = (MAX_ROUNDS, ROUND_BYTES // 2) if self.bulk else (4, ROUND_BYTES)
+        rounds = max(1, min(most, share * 16 // blocks // least))
         launch.run(
             _load(kernel), out, x, live_rows, out, row_vectors, *self._regions, self.sizes.slice_bytes, *self._tail,
             rows, rounds, blocks,
