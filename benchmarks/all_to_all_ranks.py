@@ -131,7 +131,6 @@ class Bench:
             self.ours[hidden, "ours"] = reduce = self.all_reduce(hidden)
             self.ours[hidden, "one shot"] = _Fixed(self.all_reduce(hidden, ONE_SHOT_MOST), ONE_SHOT_MOST)
             self.ours[hidden, "two shots"] = _Fixed(reduce, 0)
-            self.ours[hidden, "two shots by threads"] = _Fixed(reduce, 0, bulk=False)
         self.wide = {
             hidden: comm_all_reduce.create(self.memory, hidden=hidden, dtype=torch.float32, max_rows=max(FUSED_ROWS))
             for hidden, _ in SHAPES
@@ -198,7 +197,7 @@ class Bench:
                 size = x.numel() * 2
                 line: dict[str, Any] = {"rows": rows, "hidden": hidden, "KB": size / 1024}
                 kinds = ["ours", *(["one shot"] if size <= ONE_SHOT_MOST else [])]
-                kinds += ["two shots", "two shots by threads"] if size >= 1 << 19 else []
+                kinds += ["two shots"] if size >= 1 << 19 else []
                 for kind in kinds:
                     line[f"{kind} us"] = self.time(functools.partial(self.ours[hidden, kind], x, out))
                 for name, call in self.peers(x):
@@ -302,18 +301,16 @@ class Bench:
 
 
 class _Fixed:
-    """An `AllReduce` that makes one shot of up to `most` bytes, and two by bulk copies or not."""
+    """An `AllReduce` that makes one shot of up to `most` bytes."""
 
-    def __init__(self, reduce: AllReduce, most: int, bulk: bool = True) -> None:
-        self.reduce, self._most, self._bulk = reduce, most, bulk
+    def __init__(self, reduce: AllReduce, most: int) -> None:
+        self.reduce, self._most = reduce, most
         self.check, self.sizes = reduce.check, reduce.sizes
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         usual = kernels_all_reduce.ONE_SHOT_BYTES
         kernels_all_reduce.ONE_SHOT_BYTES = usual | {self.sizes.ranks: self._most}
-        self.reduce.bulk = self._bulk
         try:
             return self.reduce(x, out)
         finally:
-            self.reduce.bulk = True
             kernels_all_reduce.ONE_SHOT_BYTES = usual

@@ -122,10 +122,6 @@ class TwoShot(jit.Kernel):
         begin = first + now * piece
         return begin + cute.arch.thread_idx()[0], vector.min_of(begin + piece, last)
 
-    def meet(self) -> None:
-        """Of the threads that push and add."""
-        cute.arch.sync_threads()
-
     def flag(self, flags: Any, stage: Any, now: Any, source: Any) -> Any:
         """Where a flag is in a region."""
         return flags + Int64((stage * MAX_ROUNDS + now) * self.ranks + source) * (MAX_BLOCKS * 4)
@@ -153,7 +149,7 @@ class TwoShot(jit.Kernel):
         self, peers: list[Any], flags: Int64, stage: cutlass.Constexpr, now: Int32, epoch: Uint32, rank: Int32
     ) -> None:
         """This block's writes of a round, to everyone's same block."""
-        self.meet()
+        cute.arch.sync_threads()
         for peer in range_constexpr(self.ranks):
             if (cute.arch.thread_idx()[0] == peer) & (rank != peer):
                 ptx.store_release(peers[peer] + self.flag(flags, stage, now, rank), epoch, "sys")
@@ -174,7 +170,7 @@ class TwoShot(jit.Kernel):
                     )  # fmt: skip
                     if not there:
                         passed[0] = Int32(0)
-        self.meet()
+        cute.arch.sync_threads()
 
     @cute.jit
     def add(
