@@ -36,11 +36,11 @@ def combined(
     return OneShot(arch, sizes.ranks, sizes.hidden, out_dtype, source, accumulate, parts)
 
 
-def two_shot(arch: Arch, sizes: Sizes, dtype: torch.dtype) -> TwoShot:
+def two_shot(arch: Arch, sizes: Sizes, dtype: torch.dtype, per_sm: int = 1) -> TwoShot:
     """For many rows, of `dtype`."""
     from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot  # noqa: PLC0415 - it loads the compiler
 
-    return TwoShot.of(arch, sizes.ranks, dtype)
+    return TwoShot.of(arch, sizes.ranks, dtype, per_sm)
 
 
 def linear_reduce(arch: Arch, sizes: Sizes, inputs: int) -> LinearReduce:

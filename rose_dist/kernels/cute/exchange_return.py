@@ -83,8 +83,9 @@ class ResultSender:
                 if there & (peer(peers, source) != 0):
                     record = Int64(source) * layout.max_records + row
                     self.push_record(expert_out, row_stride, tokens_of, slots, record, peer(peers, source), epoch, rank)
-        if const_expr(self.moves is not None):
-            ResultMover(layout, self.moves, tiling.threads).push(
+        moves: Any = self.moves
+        if const_expr(moves is not None):
+            ResultMover(layout, moves, tiling.threads).push(
                 shared, expert_out, row_stride, headers, tokens_of, slots, runs, peers, epoch, rank, block, blocks
             )
         elif const_expr(layout.has_rows):
