@@ -48,7 +48,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
 """Layouts of each section; of the others, the usual one."""
 MOST_TOKENS = {"forms": max(FORMS), "dead": 8}
 """That each section's layouts are built for."""
-SHARES = (0.17, 0.25, 0.33, 0.5)
+SHARES = (0.1, 0.17, 0.25, 0.33, 0.5)
 """Of the blocks, that send."""
 BLOCKS = (8, 16, 24, 33, 44, 66, 132)
 """That copy to the next rank."""

@@ -49,12 +49,11 @@ def combine_norm(
     return CombineReduceNorm(arch, shot) if tokens * parts <= sizes.sms and shot.turns == 1 else None
 
 
-def two_shot(arch: Arch, sizes: Sizes, dtype: torch.dtype, *, bulk: bool = True) -> TwoShot:
-    """For many rows, of `dtype`; bulk: pushed and taken by bulk copies."""
-    from rose_dist.kernels.cute.all_reduce_bulk import BulkTwoShot  # noqa: PLC0415 - it loads the compiler
-    from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot  # noqa: PLC0415
+def two_shot(arch: Arch, sizes: Sizes, dtype: torch.dtype, per_sm: int = 1) -> TwoShot:
+    """For many rows, of `dtype`."""
+    from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot  # noqa: PLC0415 - it loads the compiler
 
-    return (BulkTwoShot if bulk else TwoShot).of(arch, sizes.ranks, dtype)
+    return TwoShot.of(arch, sizes.ranks, dtype, per_sm)
 
 
 def gather_columns(arch: Arch, sizes: Sizes) -> GatherColumns:
@@ -76,7 +75,7 @@ def usual_kernels(arch: Arch, sizes: Sizes) -> list[jit.Kernel]:
     plain, few = range(1, sizes.one_shot_rows + 1), range(1, min(MAX_ROWS, sizes.one_shot_rows) + 1)
     kernels: list[jit.Kernel] = [one_shot(arch, sizes, sizes.parts(rows, sizes.dtype)) for rows in plain]
     kernels += [one_shot(arch, sizes, sizes.parts(rows, sizes.dtype), accumulate=True) for rows in few]
-    kernels += [two_shot(arch, sizes, dtype, bulk=b) for dtype in (sizes.dtype, torch.float32) for b in (True, False)]
+    kernels += [two_shot(arch, sizes, dtype) for dtype in (sizes.dtype, torch.float32)]
     kernels.append(gather_columns(arch, sizes))
     return list(dict.fromkeys(kernels))
 

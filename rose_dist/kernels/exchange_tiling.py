@@ -18,14 +18,9 @@ PARTS = Ranges((0, 13, 51), (128, 512, 1024))
 """Most packets of a record that a block takes at a time, by tokens for every 100 SMs: with few tokens a record is
 spread over several blocks. At 1,024 a part takes 12 KB of shared memory."""
 
-PUSHERS, SUM_PUSHERS = 1 / 3, 1 / 2
-"""Of the blocks of a launch that sends plain rows and takes them, the share that sends (two H200, 4,096 tokens: a third
-is best for both, a quarter and a half cost 2 to 6 % of the pair). With `partial_sums` a combine's senders read as
-much memory as the others."""
-
-
-MOST_SUMMED = 16
-"""Places of a token whose rows a warp can have in shared memory at once."""
+PUSHERS, RESULT_PUSHERS, SUM_PUSHERS = 1 / 3, 1 / 3, 1 / 2
+"""Of the blocks of a launch that sends plain rows and takes them, the share that sends: of a dispatch, of a combine, of
+one with `partial_sums`, whose senders read as much as the others. Other shares: `benchmarks.exchange`, `prefill`."""
 
 
 @dataclass(frozen=True)
@@ -101,50 +96,6 @@ class MoverTiling:
     @property
     def shared_bytes(self) -> int:
         return self.ring_offset + self.warps * self.stages * self.piece_bytes
-
-
-@dataclass(frozen=True)
-class SumTiling:
-    """Of warps that sum rows which bulk copies bring into rings in shared memory: `sum_mover`."""
-
-    row_bytes: int
-    top_k: int
-    """At most `MOST_SUMMED`."""
-    warps: int = 8
-    ahead: int = 2
-    """Units of a warp whose loads are on their way."""
-
-    @property
-    def piece_bytes(self) -> int:
-        """Of a row, that a unit has: whole vectors of all lanes."""
-        return min(2048, 8192 // self.top_k // 512 * 512)
-
-    @property
-    def vectors(self) -> int:
-        """Of 16 bytes, of a lane and place."""
-        return self.piece_bytes // 512
-
-    @property
-    def units(self) -> int:
-        """Of a row; the last may be partly beyond it."""
-        return -(-self.row_bytes // self.piece_bytes)
-
-    @property
-    def stages(self) -> int:
-        return self.ahead + 1
-
-    @property
-    def stage_bytes(self) -> int:
-        return self.top_k * self.piece_bytes
-
-    @property
-    def ring_offset(self) -> int:
-        """Behind the barriers, one a stage."""
-        return _up(8 * self.warps * self.stages, 128)
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.ring_offset + self.warps * self.stages * self.stage_bytes
 
 
 def sum_parts(chunk: int) -> int:

@@ -6,7 +6,7 @@ MAX_RANKS = 8
 """GPUs of one NVLink domain that exchange."""
 MAX_BLOCKS = 256
 """Of a grid, that meet their counterparts on other GPUs one by one."""
-MAX_ROUNDS = 8
+MAX_ROUNDS = 4
 """In which a block of a two-shot exchange takes its part."""
 PACKET_BYTES = 16
 PACKET_WORDS = 3

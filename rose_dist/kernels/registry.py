@@ -10,7 +10,6 @@ import torch
 from rose_dist.kernels import launch, probe
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.attention_tiling import heads_together
-from rose_dist.kernels.cute.all_reduce_bulk import BulkTwoShot
 from rose_dist.kernels.cute.all_reduce_multicast import Multicast
 from rose_dist.kernels.cute.all_reduce_norm import CombineReduceNorm
 from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
@@ -239,7 +238,6 @@ def _all_reduces(arch: Arch) -> Iterator[Kernel]:
         yield GatherColumns(arch, ranks)
         for dtype in (bf16, torch.float32):
             yield TwoShot.of(arch, ranks, dtype)
-            yield BulkTwoShot.of(arch, ranks, dtype)
         yield Multicast(arch, ranks)
 
 

@@ -16,8 +16,6 @@ from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
 from rose_dist.kernels.jit import Binary
 from tests.kernels.binaries import Binaries
 
-COPY_FENCES = {"fence.mbarrier_init.release.cluster", "fence.proxy.async.global"}
-
 
 @pytest.fixture(scope="module", params=["sm_90a", "sm_100a"])
 def binaries(request: pytest.FixtureRequest, compiled_once: Binaries) -> list[Binary]:
@@ -45,7 +43,7 @@ def test_two_shots_release_and_acquire_each_peer_twice_at_system_scope(binaries:
         if isinstance(kernel, TwoShot):
             assert compiled.ptx.count("st.release.sys.global.u32") >= 2 * kernel.ranks, kernel.label
             assert compiled.ptx.count("ld.acquire.sys.global.u32") >= 2 * kernel.ranks, kernel.label
-            assert set(re.findall(r"fence\.[a-z_:.]+", compiled.ptx)) <= COPY_FENCES, "a release needs none"
+            assert "fence" not in compiled.ptx, "a release needs none"
             assert ".gpu.global.u32" not in compiled.ptx
             assert "ld.global.L1::no_allocate.v4.b32" in compiled.ptx
             assert "st.global.L1::no_allocate.v4.b32" in compiled.ptx

@@ -44,6 +44,8 @@ class TwoShot(jit.Kernel):
     ranks: int
     dtype: torch.dtype
     threads: int
+    per_sm: int = 1
+    """Blocks that an SM has."""
 
     @property
     def count(self) -> int:
@@ -51,9 +53,9 @@ class TwoShot(jit.Kernel):
         return VECTOR_BYTES // self.dtype.itemsize
 
     @classmethod
-    def of(cls, arch: Arch, ranks: int, dtype: torch.dtype) -> TwoShot:
+    def of(cls, arch: Arch, ranks: int, dtype: torch.dtype, per_sm: int = 1) -> TwoShot:
         """With as many threads as an SM has registers for, each of which holds vectors of all ranks."""
-        return cls(arch, ranks, dtype, threads=512 if ranks <= 4 else 384)
+        return cls(arch, ranks, dtype, (512 if ranks <= 4 else 384) // per_sm, per_sm)
 
     @cute.jit
     def __call__(
@@ -69,8 +71,8 @@ class TwoShot(jit.Kernel):
             x, live_rows, out, row_vectors, peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7, slice_bytes, state,
             report, limit_ns, rank, rows, rounds,
         ).launch(
-            grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1,
-            preferred_smem_carveout=100,
+            grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True,
+            min_blocks_per_mp=self.per_sm, preferred_smem_carveout=100,
         )  # fmt: skip
 
     @cute.kernel
@@ -122,10 +124,6 @@ class TwoShot(jit.Kernel):
         begin = first + now * piece
         return begin + cute.arch.thread_idx()[0], vector.min_of(begin + piece, last)
 
-    def meet(self) -> None:
-        """Of the threads that push and add."""
-        cute.arch.sync_threads()
-
     def flag(self, flags: Any, stage: Any, now: Any, source: Any) -> Any:
         """Where a flag is in a region."""
         return flags + Int64((stage * MAX_ROUNDS + now) * self.ranks + source) * (MAX_BLOCKS * 4)
@@ -153,7 +151,7 @@ class TwoShot(jit.Kernel):
         self, peers: list[Any], flags: Int64, stage: cutlass.Constexpr, now: Int32, epoch: Uint32, rank: Int32
     ) -> None:
         """This block's writes of a round, to everyone's same block."""
-        self.meet()
+        cute.arch.sync_threads()
         for peer in range_constexpr(self.ranks):
             if (cute.arch.thread_idx()[0] == peer) & (rank != peer):
                 ptx.store_release(peers[peer] + self.flag(flags, stage, now, rank), epoch, "sys")
@@ -174,7 +172,7 @@ class TwoShot(jit.Kernel):
                     )  # fmt: skip
                     if not there:
                         passed[0] = Int32(0)
-        self.meet()
+        cute.arch.sync_threads()
 
     @cute.jit
     def add(

@@ -21,8 +21,8 @@ from rose_dist.kernels.variants import WARP
 
 @dataclass(frozen=True)
 class RecordMover:
-    """Part of a kernel. A block takes a chunk at a time, to all destinations but this rank; a chunk's flags are
-    released when the next one's rows are on their way, by a warp that moves nothing.
+    """Part of a kernel. A block takes a chunk at a time, to all destinations but this rank: some warps move rows, the
+    others write what goes with them. A chunk's flags are released when the next one's rows are on their way.
     """
 
     layout: ExchangeLayout
@@ -64,10 +64,9 @@ class RecordMover:
                 cute.arch.griddepcontrol_launch_dependents()
                 self.send_headers(counted, counts, sent, peers, live, epoch, rank, block, blocks)
             if warp < self.tiling.warps:
-                self.write_notes(
-                    scales, ids, weights, slots, offsets, peers, area, chunk, live, masks, third, rank
-                )  # fmt: skip
                 mover.complete(shared, ring, end)
+            else:
+                self.write_notes(scales, ids, weights, slots, offsets, peers, area, chunk, live, masks, third, rank)
             self.release(peers, rank, before, epoch, masks, third_before)
             before, third_before = chunk, third
             third = vector.select(third == 2 * size, Int32(0), third + size)
@@ -112,9 +111,10 @@ class RecordMover:
         self, scales: Int64, ids: Int64, weights: Int64, slots: Int64, offsets: Int64, peers: Int64, area: Int64,
         chunk: Int32, live: Int32, masks: cute.Tensor, third: Int32, rank: Int32,
     ) -> None:  # fmt: skip
-        """Scales and meta of the records whose rows this warp moves."""
+        """Scales and meta of the chunk's records, by the warps that move nothing."""
         layout, lane = self.layout, cute.arch.thread_idx()[0] % WARP
-        for number in range(cute.arch.thread_idx()[0] // WARP, layout.chunk, self.tiling.warps):
+        first, step = cute.arch.thread_idx()[0] // WARP - self.tiling.warps, self.threads // WARP - self.tiling.warps
+        for number in range(first, layout.chunk, step):
             token, word = chunk * layout.chunk + number, Uint32(NO_PLACE)
             if token < live:
                 to = self.destination(ids, token, rank)

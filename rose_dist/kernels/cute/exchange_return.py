@@ -14,12 +14,12 @@ from rose_dist.kernels import ptx, vector
 from rose_dist.kernels.cute import packets
 from rose_dist.kernels.cute.exchange_partial import PartialSums, result_words
 from rose_dist.kernels.cute.exchange_parts import Arrivals, copy_of, peer
-from rose_dist.kernels.cute.exchange_return_rows import ResultMover, SumSender
+from rose_dist.kernels.cute.exchange_return_rows import ResultMover
 from rose_dist.kernels.cute.expert_slots import shared_integers
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 from rose_dist.kernels.exchange_layout import ExchangeLayout
 from rose_dist.kernels.exchange_sizes import HEADER_WORDS, PACKETS, RETURNS, ROWS
-from rose_dist.kernels.exchange_tiling import MoverTiling, PacketTiling, SumTiling
+from rose_dist.kernels.exchange_tiling import MoverTiling, PacketTiling
 from rose_dist.kernels.peer_regions import PACKET_BYTES
 from rose_dist.kernels.variants import WARP
 
@@ -39,8 +39,8 @@ class ResultSender:
     tiling: PacketTiling
     skip_own: bool = False
     """Leave out what is for this rank's own plain rows."""
-    moves: MoverTiling | SumTiling | None = None
-    """Plain rows go by bulk copies, or sums are made of what these bring, and nothing goes to this rank itself."""
+    moves: MoverTiling | None = None
+    """Plain rows go by bulk copies, and none to this rank itself."""
 
     @property
     def sums(self) -> PartialSums:
@@ -83,8 +83,9 @@ class ResultSender:
                 if there & (peer(peers, source) != 0):
                     record = Int64(source) * layout.max_records + row
                     self.push_record(expert_out, row_stride, tokens_of, slots, record, peer(peers, source), epoch, rank)
-        if const_expr(self.moves is not None):
-            self.bulk_sender(tiling.threads).push(
+        moves: Any = self.moves
+        if const_expr(moves is not None):
+            ResultMover(layout, moves, tiling.threads).push(
                 shared, expert_out, row_stride, headers, tokens_of, slots, runs, peers, epoch, rank, block, blocks
             )
         elif const_expr(layout.has_rows):
@@ -94,12 +95,6 @@ class ResultSender:
                     self.push_chunk(
                         expert_out, row_stride, source, chunk, tokens_of, slots, runs, peer(peers, source), epoch, rank
                     )
-
-    def bulk_sender(self, threads: int) -> ResultMover | SumSender:
-        if isinstance(self.moves, SumTiling):
-            return SumSender(self.layout, self.dtype, self.moves, threads)
-        assert self.moves is not None
-        return ResultMover(self.layout, self.moves, threads)
 
     def turns(self, arrivals: Arrivals, headers: Any, form: int) -> Any:
         return arrivals.turns_of_others(headers, (form,)) if self.skip_own else arrivals.turns(headers, (form,))

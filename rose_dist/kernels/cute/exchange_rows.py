@@ -23,7 +23,7 @@ from rose_dist.kernels.cute.exchange_take_moved import RecordTaker
 from rose_dist.kernels.cute.row_mover import dynamic_shared
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, const_expr, cute
 from rose_dist.kernels.exchange_layout import ExchangeLayout
-from rose_dist.kernels.exchange_tiling import MOST_SUMMED, PARTS, MoverTiling, PacketTiling, SumTiling, record_tiling
+from rose_dist.kernels.exchange_tiling import PARTS, MoverTiling, PacketTiling, record_tiling
 from rose_dist.kernels.expert_slots import PackedLayout
 
 THREADS = 512
@@ -154,18 +154,14 @@ class CombineRows(jit.Kernel):
     by_token: bool
     send: bool
     bulk: bool = True
-    """Whether single results are sent by bulk copies, and sums are made of what these bring."""
+    """Whether single results are sent by bulk copies."""
 
     @property
-    def moves(self) -> MoverTiling | SumTiling | None:
-        """Of the blocks that send and, if sums are sent, of all."""
+    def moves(self) -> MoverTiling | None:
+        """Of the blocks that send."""
         layout = self.layout
-        if not (self.bulk and self.send and layout.has_rows):
-            return None
-        if not layout.partial_sums:
-            return MoverTiling(layout.result_bytes)
-        served = layout.top_k <= MOST_SUMMED and not self.by_token
-        return SumTiling(layout.result_bytes, layout.top_k) if served else None
+        bulk = self.bulk and self.send and layout.has_rows and not layout.partial_sums
+        return MoverTiling(layout.result_bytes) if bulk else None
 
     @cute.jit
     def __call__(
@@ -225,10 +221,7 @@ class CombineRows(jit.Kernel):
         block: Int32, blocks: Int32,
     ) -> None:  # fmt: skip
         live, epoch = vector.live_rows(live_rows, tokens), packets.current_epoch(receive_state)
-        moves = self.moves if isinstance(self.moves, SumTiling) else None
-        RowSummer(
-            self.layout, self.dtype, self.out_dtype, self.accumulate, self.by_token, self.send, THREADS, moves
-        ).take(
+        RowSummer(self.layout, self.dtype, self.out_dtype, self.accumulate, self.by_token, self.send, THREADS).take(
             expert_out, row_stride, slots, ids, weights, live, out, own, epoch, report, limit_ns, rank, block, blocks
         )
         packets.finish_epoch(receive_state, block == 0, blocks, Boolean(True))

@@ -12,11 +12,9 @@ from rose_dist.kernels.cute import packets
 from rose_dist.kernels.cute.exchange_partial import UNROLL, PartialSums, lowest, rounded, zeros
 from rose_dist.kernels.cute.exchange_parts import copy_of, owner
 from rose_dist.kernels.cute.expert_slots import local_expert
-from rose_dist.kernels.cute.row_mover import dynamic_shared
-from rose_dist.kernels.cute.sum_mover import SumMover
 from rose_dist.kernels.dsl import TYPES, Boolean, Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 from rose_dist.kernels.exchange_layout import ExchangeLayout
-from rose_dist.kernels.exchange_tiling import PacketTiling, SumTiling, sum_parts
+from rose_dist.kernels.exchange_tiling import PacketTiling, sum_parts
 from rose_dist.kernels.peer_regions import RESULT_CHUNK_STAGE
 from rose_dist.kernels.variants import WARP
 
@@ -40,8 +38,6 @@ class RowSummer:
     by_token: bool
     direct: bool
     threads: int
-    moves: SumTiling | None = None
-    """Ranks' sums and the rows of this rank's own come by bulk copies."""
 
     @property
     def vectors(self) -> int:
@@ -105,37 +101,6 @@ class RowSummer:
                     token, column = first + at // self.vectors, at % self.vectors
                     self.sum(token, column, expert_out, row_stride, mine, ids, weights, results, out, rank)
 
-    @cute.jit
-    def take_moved(
-        self, expert_out: Int64, row_stride: Int64, slots: Int64, ids: Int64, weights: Int64, live: Int32, out: Int64,
-        own: Int64, epoch: Uint32, report: Int64, limit_ns: Int64, rank: Int32, block: Int32, blocks: Int32,
-    ) -> None:  # fmt: skip
-        """`take` with `moves`."""
-        warp, group, mover, shared = cute.arch.thread_idx()[0] // WARP, self.group, self.mover, dynamic_shared()
-        results, mine = self.results(own, epoch), self.mine(slots)
-        mover.set_up(shared)
-        ring = mover.ring()
-        for number in range(block, (live + (group - 1)) // group, blocks):
-            self.await_flags(ids, number, own, epoch, report, limit_ns, rank)
-            ptx.fence_async_copies()
-            if warp < mover.tiling.warps:
-                for at in range(warp, vector.min_of(live - number * group, Int32(group)), mover.tiling.warps):
-                    self.move_sums(
-                        shared,
-                        ring,
-                        number * group + at,
-                        expert_out,
-                        row_stride,
-                        mine,
-                        ids,
-                        weights,
-                        results,
-                        out,
-                        rank,
-                    )
-        if warp < mover.tiling.warps:
-            mover.complete(shared, ring, ring[0][0])
-
     def results(self, own: Any, epoch: Any) -> Any:
         """Where those of this exchange start."""
         layout = self.layout
@@ -158,41 +123,6 @@ class RowSummer:
                 flag = flags + (Int64(thread) * layout.max_records + number) * 4
                 sync.wait(flag, epoch, "sys", limit_ns, report, rank, thread, RESULT_CHUNK_STAGE, True)
         cute.arch.sync_threads()
-
-    @property
-    def mover(self) -> SumMover:
-        assert self.moves is not None
-        return SumMover(self.moves, self.dtype, self, sums=True)
-
-    @cute.jit
-    def move_sums(
-        self, shared: Int32, ring: list[cute.Tensor], token: Int32, expert_out: Int64, row_stride: Int64, mine: Int64,
-        ids: Int64, weights: Int64, results: Int64, out: Int64, rank: Int32,
-    ) -> None:  # fmt: skip
-        """`sum_sums` of a token by a warp, of what bulk copies bring."""
-        layout, lane, top_k = self.layout, cute.arch.thread_idx()[0] % WARP, self.layout.top_k
-        by, row, weight, repeated = Int32(-1), Int32(-1), Float32(0.0), Boolean(False)
-        if lane < top_k:
-            expert = local_expert(ids, token * top_k + lane, Int32(0), layout.experts)
-            row = self.row(mine, token, lane)
-            weight = vector.scalar(weights + (Int64(token) * top_k + lane) * 4, Float32)[0]
-            if expert >= 0:
-                by = Int32(owner(layout, expert))
-        for j in range_constexpr(top_k):
-            repeated = repeated | ((cute.arch.shuffle_sync(by, j) == by) & (lane > j))
-        first = Boolean((by >= 0) & ~repeated)
-        firsts = Uint32(cute.arch.vote_ballot_sync(first))
-        here = Uint32(cute.arch.vote_ballot_sync(by == rank))
-        source = Int64(vector.select(first, results + (Int64(token) * top_k + lane) * layout.result_bytes, Int64(0)))
-        own = Int64(vector.select(row >= 0, expert_out + Int64(row) * row_stride, Int64(0)))
-        source = Int64(vector.select(by == rank, own, source))
-        self.mover.sum(shared, ring, source, weight, here, firsts, token, out)
-
-    @cute.jit
-    def store_sum(self, base: Int64, token: Int32, here: Uint32, number: Int32, values: list[Any]) -> None:
-        """A vector of a token's sum to `out`, which `base` is; 0 for none."""
-        if (base != 0) & (number < self.vectors):
-            self.write(token, number, values, base)
 
     @cute.jit
     def due(self, ids: Int64, number: Int32, rank: Int32) -> Boolean:

@@ -12,21 +12,28 @@ from typing import Any
 
 from rose_dist.kernels import ptx, ptx_shared, vector
 from rose_dist.kernels.cute.mxfp4_operands import barrier, wait
-from rose_dist.kernels.dsl import Int32, Int64, Uint8, cute, cutlass, range_constexpr
+from rose_dist.kernels.dsl import Int32, Int64, Uint8, cute, range_constexpr
 from rose_dist.kernels.exchange_tiling import MoverTiling
 from rose_dist.kernels.variants import WARP
 
 
 @dataclass(frozen=True)
 class RowMover:
-    """Part of a kernel, whose `tiling.warps` warps from `first_warp` on move."""
+    """Part of a kernel, whose first `tiling.warps` warps move."""
 
     tiling: MoverTiling
-    first_warp: int = 0
 
-    def set_up(self, shared: Any) -> None:
-        """By all threads, before anything is moved, and after `griddepcontrol.wait` or what stands for it."""
-        set_up_rings(shared, self.tiling.warps * self.tiling.stages)
+    @cute.jit
+    def set_up(self, shared: Int32) -> None:
+        """By all threads, before anything is moved, and after `griddepcontrol.wait` or what stands for it: what
+        launches before have written, copies may read.
+        """
+        thread = cute.arch.thread_idx()[0]
+        if thread < self.tiling.warps * self.tiling.stages:
+            cute.arch.mbarrier_init(barrier(shared, thread), 1)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        ptx.fence_async_copies()
 
     def ring(self) -> list[Any]:
         """A warp's: its next piece's number and the sizes of those being loaded, and each lane's targets of these."""
@@ -57,7 +64,7 @@ class RowMover:
     def step(self, shared: Int32, ring: list[cute.Tensor], source: Int64, target: Int64, size: Int32) -> None:
         """Start loading a piece of `size` bytes, nothing for 0, and pass on the one that is due."""
         tiling, (numbers, targets) = self.tiling, ring
-        first, number = (cute.arch.thread_idx()[0] // WARP - self.first_warp) * tiling.stages, numbers[0]
+        first, number = cute.arch.thread_idx()[0] // WARP * tiling.stages, numbers[0]
         if cute.arch.thread_idx()[0] % WARP == 0:
             stage = first + number % tiling.stages
             full = barrier(shared, stage)
@@ -85,16 +92,3 @@ class RowMover:
 def dynamic_shared() -> Any:
     """Where the barriers and rings are in the block's shared memory."""
     return Int32(cute.arch.get_dyn_smem(Uint8, alignment=128).toint())
-
-
-@cute.jit
-def set_up_rings(shared: Int32, stages: cutlass.Constexpr) -> None:
-    """By all threads: a barrier for each stage of each warp, at which one arrives; and copies may read what launches
-    before have written.
-    """
-    thread = cute.arch.thread_idx()[0]
-    if thread < stages:
-        cute.arch.mbarrier_init(barrier(shared, thread), 1)
-    cute.arch.mbarrier_init_fence()
-    cute.arch.sync_threads()
-    ptx.fence_async_copies()
