@@ -33,8 +33,7 @@ ROWS = 8
 """Query heads a key head, padded."""
 WARP_HEADS = 2
 """Key heads a warp."""
-MOST_STAGES = 7
-"""Of GPT-OSS's heads in FP8, 114 KB, as much as four of bf16; with eight, registers spill."""
+MOST_STAGES = 8
 FEEDER_REGISTERS = 32
 SM_REGISTERS = 64 << 10
 SHARED_BYTES, SPARE_BYTES = 227 << 10, 1 << 10
@@ -109,10 +108,12 @@ class WholeTokenAttention(jit.Kernel):
 
     @property
     def stages(self) -> int:
-        """Tiles in the ring, as many as there is room for."""
+        """Tiles in the ring, as many as there is room for. A multiple of `WARPS` and `FEEDERS`: of a part's tiles, all
+        that come to one stage are for the same warps, so that none takes a barrier's phase for the next but one.
+        """
         results = self.results
         taken = WARPS * (results.bytes + results.rows * 8) + results.threads * results.kept_words * 4
-        return min((SHARED_BYTES - SPARE_BYTES - taken) // self.tiles.bytes, MOST_STAGES)
+        return min((SHARED_BYTES - SPARE_BYTES - taken) // self.tiles.bytes, MOST_STAGES) // WARPS * WARPS
 
     @cute.jit
     def __call__(

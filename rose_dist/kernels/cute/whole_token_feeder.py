@@ -21,8 +21,8 @@ FEEDERS = 4
 
 @dataclass(frozen=True)
 class TokenFeeder:
-    """Tiles follow one another through a ring, across the borders of parts. Every fourth of a part is for one warp,
-    whose lanes look up 32 tiles' blocks at once: the ring is full meanwhile.
+    """Tiles follow one another through a ring, across the borders of parts. Every fourth tile is for one warp, whose
+    lanes look up 32 tiles' blocks at once: the ring is full meanwhile.
     """
 
     tiles: WholeTokenTiles
@@ -51,7 +51,9 @@ class TokenFeeder:
             current = Part(row, length, split, place, begin, end)
             start, upto = bounds(batch, current)
             blocks = Int32(0)
-            for tile in cutlass.range(start + feeder, upto, FEEDERS, unroll=1):
+            # All tiles of a stage are for one warp, which so sees every phase of its barriers.
+            own = start + ((feeder - number) & (FEEDERS - 1))
+            for tile in cutlass.range(own, upto, FEEDERS, unroll=1):
                 at = tile - start
                 if const_expr(self.early):
                     if number + at >= unknown:
