@@ -40,7 +40,6 @@ class Feeder:
         copies, flipped = first, Uint32(0)
         if const_expr(len(self.tiles) > 1):
             copies += items[1] * steps[1]
-            flipped = awaited(meeting[0])
         ptx.fence_async_copies()  # the launch before has written the rows, which is known since the wait
         # Copies are carried out in turn: behind the weights, rows, which are needed at once, would come last.
         for early in range_constexpr(tiling.buffers):
@@ -55,6 +54,7 @@ class Feeder:
             )
         done, done_left = Int32(0), (self.tiles[0] - tile[0]) * steps[0]
         if const_expr(len(self.tiles) > 1):
+            flipped = awaited(meeting[0])
             if first == 0:
                 self.meet(shared, x, segments, items, ends, meeting, flipped)
                 done_left = (self.tiles[1] - tile[1]) * steps[1]
