@@ -96,7 +96,11 @@ _OPTIONS = (
     click.argument("model", type=click.Path(path_type=Path)),
     click.option("--tp", type=click.IntRange(min=1), help="Tensor-parallel ranks a replica; default 1."),
     click.option("--dp", type=click.IntRange(min=1), help="Replicas with requests of their own; default ranks / tp."),
-    click.option("--ep", type=click.IntRange(min=1), help="Ranks that share one set of experts; default all."),
+    click.option(
+        "--ep",
+        type=click.IntRange(min=1),
+        help="Ranks that share one set of experts; default all, or 1 for two GPUs with --tp 2.",
+    ),
     click.option(
         "--device",
         type=click.Choice(["auto", "cpu", "cuda"]),
@@ -209,13 +213,26 @@ def joined(options: EngineOptions, log_level: int = logging.INFO) -> Iterator[tu
     with World.join(options.join_timeout, options.log_dir, log_level) as world:
         config = options.config(world.local_rank)
         world.require_agreement(shared_settings(options) | {"device": config.device.type})
-        layout = Layout.of(world.size, options.tp, options.dp, options.ep)
+        layout = Layout.of(world.size, options.tp, options.dp, expert_ranks(options, config, world.size))
         check_layout(read_model_config(config.model), layout, options.redundant_experts)
         share_cores(world)
         groups = world.groups(layout, options.force_remote)
         if options.rail_forwarding:
             groups.topology.require_rails()
         yield world, groups, config
+
+
+def expert_ranks(options: EngineOptions, config: EngineConfig, ranks: int) -> int | None:
+    """`--ep`; None: `Layout.of`'s default.
+
+    Two tensor-parallel GPUs hold half of every MXFP4 expert rather than half of the experts: of a few tokens' experts
+    one of them may have all, but of halves both have as many. Nothing says that yet for prompts in FP8, nor for FP8
+    experts, and copies of experts are for ranks that hold whole ones.
+    """
+    halves = config.moe_weights == "mxfp4" and config.moe_activations == "bf16" and not config.redundant_experts
+    if options.ep is None and options.tp == ranks == 2 and config.device.type == "cuda" and halves:
+        return 1
+    return options.ep
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:

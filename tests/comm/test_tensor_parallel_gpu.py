@@ -16,6 +16,7 @@ from rose_dist.kernels import all_reduce
 from rose_dist.kernels.all_reduce import AllReduce, Sizes
 from rose_dist.kernels.errors import KernelArgumentError
 from rose_dist.kernels.linear_add import linear_add
+from rose_dist.kernels.rms_norm import rms_norm
 from tests.comm.emulated import Cluster
 from tests.comm.oracle import Batch, Case, expected_out, run_experts
 from tests.comm.test_all_to_all import BF16, same_bits
@@ -92,6 +93,7 @@ def test_combine_all_reduce_and_norm_in_one_launch(
             source = [cluster.tensor(t) for t in (rows, slots, weights)]
             factors, together, apart = (cluster.tensor(t) for t in (scale, before, before))
             for _ in range(2):
+                rms_norm(apart, factors, eps, ends_chain=True)  # as the experts' launch, waits for those before
                 normed = reduce.combine_norm(*source, together, factors, eps)
                 reduce.combine(*source, apart, tokens=tokens, accumulate=True)
             results.append((normed, together, apart))

@@ -12,6 +12,7 @@ pytest.importorskip("cutlass")
 from rose_dist.kernels import binary, jit, launch, registry
 from rose_dist.kernels.arch import ARCHS
 from rose_dist.kernels.combine_norm import combine_norm
+from rose_dist.kernels.cute.all_reduce_norm import CombineReduceNorm
 from rose_dist.kernels.cute.combine_norm import CombineNorm
 from rose_dist.kernels.cute.linear_add import LinearAdd
 from rose_dist.kernels.cute.linear_rotary import LinearRotary
@@ -160,10 +161,12 @@ def test_the_router_starts_beside_the_output_projection(arch: str) -> None:
 def test_a_norm_has_registers_beside_the_experts(arch: str) -> None:
     """The SM's registers are given to a warp by the 256. Experts of four rows a segment need a few more."""
     norm = next(k for k in registry._few_rows(ARCHS[arch]) if isinstance(k, CombineNorm))
-    experts = [k for k in registry.kernels(ARCHS[arch]) if isinstance(k, ExpertLinear) and len(k.tiles) == 2]
-    taken = {k.tiling.rows: registers(k, k.tiling.threads) for k in experts}
-    assert set(taken) == {1, 4, 8}
-    assert registers(norm, norm.threads) + max(taken[1], taken[8]) <= REGISTERS
+    reduced = next(k for k in registry._all_reduces(ARCHS[arch]) if isinstance(k, CombineReduceNorm))
+    experts = [k for k in registry._mxfp4_experts(ARCHS[arch]) if isinstance(k, ExpertLinear) and len(k.tiles) == 2]
+    assert {k.tiling.rows for k in experts} == {1, 4, 8}
+    taken = max(registers(k, k.tiling.threads) for k in experts if k.tiling.rows != 4)
+    assert registers(norm, norm.threads) + taken <= REGISTERS
+    assert registers(reduced, reduced.shot.threads) + taken <= REGISTERS
 
 
 def registers(kernel: jit.Kernel, threads: int) -> int:

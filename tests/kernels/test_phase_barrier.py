@@ -61,9 +61,9 @@ def test_any_number_of_blocks_from_launch_to_launch() -> None:
 @pytest.mark.parametrize(
     "weaken",
     [
-        ("atom.release.gpu", "atom.relaxed.gpu"),
+        ("red.release.gpu", "red.relaxed.gpu"),
         ("ld.acquire.gpu", "ld.relaxed.gpu"),
-        ("atom.release.gpu", "atom.release.cta"),
+        ("red.release.gpu", "red.release.cta"),
     ],
 )
 def test_a_weakened_barrier_is_caught(weaken: tuple[str, str]) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 from rose_dist.kernels import ptx, sync, vector
 from rose_dist.kernels.cute.look_ahead import look_ahead
 from rose_dist.kernels.cute.mxfp4_operands import barrier, next_stage, wait
-from rose_dist.kernels.cute.phase_barrier import arrive
-from rose_dist.kernels.dsl import Boolean, Int32, Int64, const_expr, cute, range_constexpr
+from rose_dist.kernels.cute.phase_barrier import arrive, awaited
+from rose_dist.kernels.dsl import Boolean, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 from rose_dist.kernels.stream_tiling import LAYERS_STAGE, StreamTiling
 from rose_dist.kernels.variants import WARP
 
@@ -39,7 +39,7 @@ class Feeder:
         """
         tiling, steps = self.tiling, self.tiling.steps
         first = items[0] * steps[0]
-        copies = first
+        copies, flipped = first, Uint32(0)
         if const_expr(len(self.tiles) > 1):
             copies += items[1] * steps[1]
         ptx.fence_async_copies()  # the launch before has written the rows, which is known since the wait
@@ -57,8 +57,9 @@ class Feeder:
         self.let_next_begin()
         done, done_left = Int32(0), (self.tiles[0] - tile[0]) * steps[0]
         if const_expr(len(self.tiles) > 1):
+            flipped = awaited(meeting[0])
             if first == 0:
-                self.meet(shared, x, segments, items, ends, meeting)
+                self.meet(shared, x, segments, items, ends, meeting, flipped)
                 done_left = (self.tiles[1] - tile[1]) * steps[1]
         stage, parity = Int32(0), Int32(0)
         for freed in range(1, copies + 1):
@@ -78,7 +79,7 @@ class Feeder:
                 self.fetch_rows(shared, x, segments, ends, freed > first, done + (tiling.buffers - 1))
             if const_expr(len(self.tiles) > 1):
                 if freed == first:
-                    self.meet(shared, x, segments, items, ends, meeting)
+                    self.meet(shared, x, segments, items, ends, meeting, flipped)
                     done, done_left = Int32(0), (self.tiles[1] - tile[1]) * steps[1]
             stage, parity = next_stage(stage, parity, self.tiling.stages)
 
@@ -173,13 +174,13 @@ class Feeder:
     @cute.jit
     def meet(
         self, shared: Int32, x: list[Int64], segments: list[cute.Tensor], items: list[Int32], ends: list[Int32],
-        meeting: list[Int64],
+        meeting: list[Int64], flipped: Uint32,
     ) -> None:  # fmt: skip
         """Between the layers: this block's results are written; once all blocks' are, fetch the first rows."""
         wait(barrier(shared, self.tiling.written), 0)
         if cute.arch.thread_idx()[0] % WARP == 0:
             block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-            flipped = arrive(meeting[0], block == 0, blocks)
+            arrive(meeting[0], block == 0, blocks)
             if items[1] > 0:
                 sync.wait(meeting[0], flipped, "gpu", meeting[2], meeting[1], Int32(0), Int32(0), LAYERS_STAGE)
         cute.arch.sync_warp()

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rose_dist.kernels import ptx, sync, vector
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Uint32, cute, cutlass
 
 HALF = 0x80000000
 
 
-@cute.jit
-def arrive(counter: Int64, first_block: Boolean, blocks: Int32) -> Uint32:
-    """One thread's share of `phase_barrier`: it publishes what the block wrote, as far as this thread knows of it, and
-    returns what the counter comes to when all blocks have arrived.
+def awaited(counter: Any) -> Any:
+    """What the counter comes to when all blocks have arrived: to be asked before this one has, and long before it is
+    needed, as it takes a way to memory and back.
     """
+    return (Uint32(ptx.load_relaxed(counter, "gpu")) & Uint32(HALF)) ^ Uint32(HALF)
+
+
+def arrive(counter: Any, first_block: Any, blocks: Any) -> None:
+    """One thread's share of `phase_barrier`: it publishes what the block wrote, as far as this thread knows of it."""
     share = vector.select(first_block, Uint32(HALF) - Uint32(blocks - 1), Uint32(1))
-    before = ptx.fetch_add(counter, share, "gpu", order="release")
-    return (before & Uint32(HALF)) ^ Uint32(HALF)
+    ptx.add_release(counter, share, "gpu")
 
 
 @cute.jit
@@ -34,9 +39,12 @@ def phase_barrier(
     Returns:
         Whether all blocks arrived within `limit_ns`, the same in all threads of the block; else a report is written.
     """
+    flipped = Uint32(0)
+    if cute.arch.thread_idx()[0] == 0:
+        flipped = awaited(counter)
     cute.arch.sync_threads()
     if cute.arch.thread_idx()[0] == 0:
-        flipped = arrive(counter, first_block, blocks)
+        arrive(counter, first_block, blocks)
         passed[0] = Int32(sync.wait(counter, flipped, "gpu", limit_ns, report, rank, rank, stage))
     cute.arch.sync_threads()
     return passed[0] != 0
