@@ -1,0 +1,123 @@
+"""What bounds the expert GEMMs of warpgroups: gpt-oss-120b's first layer without one of its parts (wrong results).
+
+python -m benchmarks.expert_gemm_parts [--tokens 1024 4096]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from benchmarks.experts import LAYERS, LIMIT, MODELS, Layer, per_layer, routed
+from benchmarks.graphs import table
+from benchmarks.kernel_builds import build
+from rose_dist.kernels import jit, launch, ptx
+from rose_dist.kernels.cute.mxfp4_experts_e4m3 import E4m3ExpertGemm
+from rose_dist.kernels.cute.mxfp4_experts_warpgroup import WarpgroupExpertGemm
+from rose_dist.kernels.dsl import Uint32
+from rose_dist.kernels.e4m3_tiling import E4M3_SHAPES
+from rose_dist.kernels.mxfp4 import BLOCK
+from rose_dist.kernels.mxfp4_experts import launch_grouped
+from rose_dist.kernels.mxfp4_layout import TILE_BYTES
+from rose_dist.kernels.row_groups import group_rows
+from rose_dist.kernels.swiglu import ALPHA
+from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES
+
+
+class Undecoded:
+    """Left operands are bits of the codes as they are."""
+
+    def decode(self, codes: Any, part: int, firsts: list[Any], left: Any) -> None:
+        own: Any = self
+        each = own.words // 4
+        for half, at in own.halves(part):
+            for i in range(2):
+                for k in range(each):
+                    left[2 * each * at + 2 * k + i] = codes[2 * half + i] & Uint32(0x33333333 >> k)
+
+
+class Unmultiplied:
+    """Left operands are only added up."""
+
+    def multiply(self, right: Any, number: int, left: Any, sums: Any, width: int) -> None:
+        own: Any = self
+        for i in range(own.words // own.tiling.parts):
+            sums[i] = sums[i] + ptx.from_bits(Uint32(left[i]) & Uint32(0x3FFFFFFF))
+
+
+@dataclass(frozen=True)
+class Fp8Undecoded(Undecoded, E4m3ExpertGemm):
+    pass
+
+
+@dataclass(frozen=True)
+class Fp8Unmultiplied(Unmultiplied, E4m3ExpertGemm):
+    pass
+
+
+@dataclass(frozen=True)
+class Bf16Undecoded(Undecoded, WarpgroupExpertGemm):
+    pass
+
+
+@dataclass(frozen=True)
+class Bf16Unmultiplied(Unmultiplied, WarpgroupExpertGemm):
+    pass
+
+
+KERNELS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
+    ("bf16 56", WARPGROUP_SHAPES.variants[1], (WarpgroupExpertGemm, Bf16Undecoded, Bf16Unmultiplied)),
+    ("bf16 160", WARPGROUP_SHAPES.variants[3], (WarpgroupExpertGemm, Bf16Undecoded, Bf16Unmultiplied)),
+    ("fp8 64", E4M3_SHAPES.variants[0], (E4m3ExpertGemm, Fp8Undecoded, Fp8Unmultiplied)),
+    ("fp8 160", E4M3_SHAPES.variants[1], (E4m3ExpertGemm, Fp8Undecoded, Fp8Unmultiplied)),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", nargs="+", type=int, default=(1024, 4096))
+    tokens = parser.parse_args().tokens
+    layers = [Layer.random(MODELS["gpt-oss-120b"]) for _ in range(LAYERS)]
+    weight = layers[0].gate_up
+    sizes = (launch.device(weight.data).arch, weight.experts, weight.data.shape[1])
+    tilings = {name: shape.tiling(weight.columns // BLOCK, TILE_BYTES) for name, shape, _ in KERNELS}
+    build([kind(*sizes, tilings[name], True) for name, _, kinds in KERNELS for kind in kinds])
+    rows_of: list[dict[str, Any]] = []
+    for count in tokens:
+        torch.manual_seed(count)
+        x, rows, _ = routed(count, weight.experts)
+        for name, _, kinds in KERNELS:
+            grouped = group_rows(x, rows.counts, rows.offsets, torch.uint8 if "fp8" in name else torch.bfloat16)
+            out = torch.empty_like(grouped.cells)
+            for kind in kinds:
+
+                def get(*constants: Any, kind: Callable[..., jit.Kernel] = kind) -> jit.Launcher:
+                    return load(kind(*constants))
+
+                def call(
+                    layer: Layer, get: Any = get, grouped: Any = grouped, out: Any = out, name: str = name
+                ) -> None:
+                    launch_grouped(
+                        get, grouped.cells, grouped.scales, layer.pair[0], rows, out, tilings[name], True, ALPHA, LIMIT
+                    )
+
+                call(layers[0])
+                rows_of.append({
+                    "tokens": count, "kernel": name, "part": kind.__name__, "first us": per_layer(layers, call, replays=5)
+                })  # fmt: skip
+                print(rows_of[-1], flush=True)
+    print(table(rows_of))
+
+
+@cache
+def load(kernel: jit.Kernel) -> jit.Launcher:
+    return jit.load(kernel)
+
+
+if __name__ == "__main__":
+    main()
