@@ -22,11 +22,11 @@ from rose_dist.kernels.cute.mxfp4_experts_warpgroup import WarpgroupExpertGemm
 from rose_dist.kernels.dsl import Uint32
 from rose_dist.kernels.e4m3_tiling import E4M3_SHAPES
 from rose_dist.kernels.mxfp4 import BLOCK
-from rose_dist.kernels.mxfp4_experts import launch_grouped
+from rose_dist.kernels.mxfp4_experts import ExpertRows, launch_grouped
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES
-from rose_dist.kernels.row_groups import group_rows
+from rose_dist.kernels.row_groups import GroupedRows, group_rows
 from rose_dist.kernels.swiglu import ALPHA
-from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES
+from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES, WarpgroupTiling
 
 
 class Undecoded:
@@ -93,25 +93,26 @@ def main() -> None:
         x, rows, _ = routed(count, weight.experts)
         for name, _, kinds in KERNELS:
             grouped = group_rows(x, rows.counts, rows.offsets, torch.uint8 if "fp8" in name else torch.bfloat16)
-            out = torch.empty_like(grouped.cells)
             for kind in kinds:
-
-                def get(*constants: Any, kind: Callable[..., jit.Kernel] = kind) -> jit.Launcher:
-                    return load(kind(*constants))
-
-                def call(
-                    layer: Layer, get: Any = get, grouped: Any = grouped, out: Any = out, name: str = name
-                ) -> None:
-                    launch_grouped(
-                        get, grouped.cells, grouped.scales, layer.pair[0], rows, out, tilings[name], True, ALPHA, LIMIT
-                    )
-
+                call = one_layer(kind, grouped, rows, tilings[name])
                 call(layers[0])
-                rows_of.append({
-                    "tokens": count, "kernel": name, "part": kind.__name__, "first us": per_layer(layers, call, replays=5)
-                })  # fmt: skip
+                us = per_layer(layers, call, replays=5)
+                rows_of.append({"tokens": count, "kernel": name, "part": kind.__name__, "first us": us})
                 print(rows_of[-1], flush=True)
     print(table(rows_of))
+
+
+def one_layer(kind: Any, grouped: GroupedRows, rows: ExpertRows, tiling: WarpgroupTiling) -> Callable[[Layer], None]:
+    out = torch.empty_like(grouped.cells)
+
+    def get(*constants: Any) -> jit.Launcher:
+        return load(kind(*constants))
+
+    def call(layer: Layer) -> None:
+        first = layer.pair[0]
+        launch_grouped(get, grouped.cells, grouped.scales, first, rows, out, tiling, True, ALPHA, LIMIT)
+
+    return call
 
 
 @cache

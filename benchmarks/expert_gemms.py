@@ -49,7 +49,7 @@ BF16 |= {
 FOUR = replace(E4M3_SHAPES.variants[0], widths=(16, 24, 32, 40), warpgroups=4, registers=(24, 112), stages=3)
 FP8 |= {
     "fp8 64 halves": replace(E4M3_SHAPES.variants[0], parts=2),
-    "fp8 160 more stages": replace(E4M3_SHAPES.variants[1], step_columns=5, stages=4),
+    "fp8 160 more stages": replace(E4M3_SHAPES.variants[1], step_columns=5, stages=4, widths=(128, 144, 160)),
     "fp8 160 halves": replace(E4M3_SHAPES.variants[1], parts=2),
     "fp8 40 four": FOUR,
     "fp8 48 four halves": replace(FOUR, widths=(16, 32, 40, 48), parts=2),
