@@ -17,15 +17,18 @@ from benchmarks.experts import LAYERS, LIMIT, MODELS, Layer, per_layer, routed
 from benchmarks.graphs import table
 from benchmarks.kernel_builds import build
 from rose_dist.kernels import jit, launch, ptx
+from rose_dist.kernels.cute.e4m3_operands import magnitudes
 from rose_dist.kernels.cute.mxfp4_experts_e4m3 import E4m3ExpertGemm
 from rose_dist.kernels.cute.mxfp4_experts_warpgroup import WarpgroupExpertGemm
-from rose_dist.kernels.dsl import Uint32
+from rose_dist.kernels.dsl import T, Uint32, dsl_user_op
 from rose_dist.kernels.e4m3_tiling import E4M3_SHAPES
+from rose_dist.kernels.inline_asm import asm
 from rose_dist.kernels.mxfp4 import BLOCK
 from rose_dist.kernels.mxfp4_experts import ExpertRows, launch_grouped
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES
 from rose_dist.kernels.row_groups import GroupedRows, group_rows
 from rose_dist.kernels.swiglu import ALPHA
+from rose_dist.kernels.warp_matrix import merge, permute, permute_by, upper_half
 from rose_dist.kernels.warpgroup_tiling import WARPGROUP_SHAPES, WarpgroupTiling
 
 
@@ -70,11 +73,53 @@ class Bf16Unmultiplied(Unmultiplied, WarpgroupExpertGemm):
     pass
 
 
+@dsl_user_op
+def shift_right(word: Any, by: int, *, loc: Any = None, ip: Any = None) -> Any:
+    """By a multiplication, whose upper half it is."""
+    text = f"mul.hi.u32 $0, $1, {1 << (32 - by):#x};"
+    return Uint32(asm(text, "=r,r", T.i32(), Uint32(word), volatile=False, loc=loc, ip=ip))
+
+
+@dataclass(frozen=True)
+class Fp8ShiftedByProducts(E4m3ExpertGemm):
+    """Right results: shifts to the right are multiplications."""
+
+    both = False
+
+    def decode(self, codes: Any, part: int, firsts: list[Any], left: Any) -> None:
+        for half, at in self.halves(part):
+            for i in range(2):
+                row = 2 * half + i
+                low, high = magnitudes(codes[4], row, firsts[row])
+                word = Uint32(codes[row])
+                by_two = shift_right(word, 2) if self.both else word >> Uint32(2)
+                others = merge(by_two, shift_right(word, 10), 0x00600060)
+                places = permute(word, others, 0x6420) & Uint32(0x77777777)
+                first, second = permute_by(low, high, places), permute_by(low, high, upper_half(places))
+                first |= merge(by_two, word << Uint32(2), 0x00FF00FF) & Uint32(0x80808080)
+                second |= permute(word << Uint32(4), word, 0x7052) & Uint32(0x80808080)
+                left[4 * at + i], left[4 * at + 2 + i] = first, second
+
+
+@dataclass(frozen=True)
+class Fp8AllShiftedByProducts(Fp8ShiftedByProducts):
+    both = True
+
+
+FP8 = (E4m3ExpertGemm, Fp8Undecoded, Fp8Unmultiplied, Fp8ShiftedByProducts, Fp8AllShiftedByProducts)
 KERNELS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("bf16 56", WARPGROUP_SHAPES.variants[1], (WarpgroupExpertGemm, Bf16Undecoded, Bf16Unmultiplied)),
     ("bf16 160", WARPGROUP_SHAPES.variants[3], (WarpgroupExpertGemm, Bf16Undecoded, Bf16Unmultiplied)),
-    ("fp8 64", E4M3_SHAPES.variants[0], (E4m3ExpertGemm, Fp8Undecoded, Fp8Unmultiplied)),
-    ("fp8 160", E4M3_SHAPES.variants[1], (E4m3ExpertGemm, Fp8Undecoded, Fp8Unmultiplied)),
+    (
+        "fp8 64",
+        E4M3_SHAPES.variants[0],
+        FP8,
+    ),
+    (
+        "fp8 160",
+        E4M3_SHAPES.variants[1],
+        FP8,
+    ),
 )
 
 
