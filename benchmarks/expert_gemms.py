@@ -41,18 +41,10 @@ BF16 = {f"bf16 {shape.widths[-1]}": shape for shape in WARPGROUP_SHAPES.variants
 """By the most rows of x that warpgroups multiply at a time."""
 FP8 = {f"fp8 {shape.widths[-1]}": shape for shape in E4M3_SHAPES.variants}
 """As `BF16`."""
-# Beside those taken: a tile's halves in turn; four warpgroups that compute.
 BF16 |= {
-    "bf16 56 halves": replace(WARPGROUP_SHAPES.variants[1], parts=2),
-    "bf16 32 whole": replace(WARPGROUP_SHAPES.variants[0], step_columns=6, stages=4, parts=1),
+    "bf16 48": replace(WARPGROUP_SHAPES.variants[1], widths=(24, 32, 40, 48), step_columns=5, stages=4, parts=2),
 }
-FOUR = replace(E4M3_SHAPES.variants[0], widths=(16, 24, 32, 40), warpgroups=4, registers=(24, 112), stages=3)
-FP8 |= {
-    "fp8 64 halves": replace(E4M3_SHAPES.variants[0], parts=2),
-    "fp8 160 halves": replace(E4M3_SHAPES.variants[1], parts=2),
-    "fp8 40 four": FOUR,
-    "fp8 48 four halves": replace(FOUR, widths=(16, 32, 40, 48), parts=2),
-}
+FP8 |= {"fp8 160 more stages": replace(E4M3_SHAPES.variants[1], step_columns=5, stages=4)}
 KERNELS = (*BF16, *FP8)
 Call = Callable[[Layer], object]
 

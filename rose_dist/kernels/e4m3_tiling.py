@@ -45,7 +45,7 @@ E4M3_SHAPES = Ranges(
     (0, 65),
     (
         E4m3Shape(widths=(16, 32, 40, 48, 64), step_columns=6, stages=4, warpgroups=3, registers=(56, 152)),
-        E4m3Shape(widths=(112, 128, 144, 160), step_columns=6, stages=3, warpgroups=2, registers=(40, 232)),
+        E4m3Shape(widths=(112, 128, 144, 160), step_columns=6, stages=3, warpgroups=2, registers=(40, 232), parts=2),
     ),
 )
 """By the rows that an expert may have. 160 are three standard deviations above 128, so that most weights are decoded

@@ -137,7 +137,7 @@ class WarpgroupShape:
 WARPGROUP_SHAPES = Ranges(
     (0, 33, 57, 89),
     (
-        WarpgroupShape(widths=(8, 16, 24, 32), step_columns=2, stages=11, warpgroups=3, registers=(56, 152), parts=2),
+        WarpgroupShape(widths=(8, 16, 24, 32), step_columns=6, stages=4, warpgroups=3, registers=(56, 152)),
         WarpgroupShape(widths=(32, 40, 56), step_columns=6, stages=3, warpgroups=3, registers=(56, 152)),
         WarpgroupShape(widths=(56, 72, 80), step_columns=2, stages=8, warpgroups=3, registers=(32, 160), parts=2),
         WarpgroupShape(

@@ -7,10 +7,9 @@ from typing import Any
 
 from rose_dist.kernels import ptx, vector
 from rose_dist.kernels.cute.mxfp4_operands import barrier, next_stage, wait
-from rose_dist.kernels.dsl import Int32, Int64, const_expr, cute
+from rose_dist.kernels.dsl import Int32, Int64, const_expr, cute, range_constexpr
 from rose_dist.kernels.e4m3_tiling import E4m3Tiling
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES, TILE_ROWS
-from rose_dist.kernels.variants import WARP
 from rose_dist.kernels.warpgroup_tiling import BIAS_BYTES, ROW_GROUP, WARPGROUP, WarpgroupTiling
 
 
@@ -48,8 +47,8 @@ class Items:
 
 @dataclass(frozen=True)
 class Feeder:
-    """The feeding warps: each copies every fourth tile row and group of 8 rows of x, a lane each. A warp's lanes
-    issue their copies one after the other, some ten dependent instructions each: hence a whole warpgroup.
+    """The feeding warps: each copies every fourth tile row and group of 8 rows of x. `elect.sync` says who issues a
+    warp's copies: of a lane that another condition chooses the assembler makes a loop over lanes for each copy.
 
     tiles: groups of 32 rows of a matrix.
     """
@@ -78,20 +77,26 @@ class Feeder:
         Of the first stages weights are under way before what writes `x` is complete.
         """
         tiling = self.tiling
-        own = cute.arch.thread_idx()[0] % WARP * WARPGROUP + feeder
-        group = own - tiling.warps
         size, group_size = Int32(tiling.tile_row_bytes), Int32(tiling.group_bytes)
+        apart = WARPGROUP * tiling.columns * TILE_BYTES
+        row_apart = WARPGROUP * ROW_GROUP * tiling.columns * tiling.block_bytes
         first = cute.arch.block_idx()[0]
         ahead = Int32(0)
         if first < items.number:
             ahead = Int32(min(tiling.stages, tiling.steps))
             segment, tile = items.find(first)
             here = vector.min_of(Int32(tiling.warps), self.tiles - tile)
-            source = weights + (Int64(segments[0][segment]) * self.tiles + tile + own) * (tiling.columns * TILE_BYTES)
+            place = Int64(segments[0][segment]) * self.tiles + tile
+            source = weights + (place + feeder) * (tiling.columns * TILE_BYTES)
             for step in range(ahead):
-                if own < here:
-                    target = shared + tiling.ring_offset + step * tiling.stage_bytes + tiling.x_bytes + own * size
-                    ptx.stream_to_shared(target, source, size, barrier(shared, step).toint())
+                target = shared + tiling.ring_offset + step * tiling.stage_bytes + tiling.x_bytes
+                with cute.arch.elect_one():
+                    for i in range_constexpr(tiling.warpgroups):
+                        at = feeder + i * WARPGROUP
+                        if at < here:
+                            ptx.stream_to_shared(
+                                target + at * size, source + i * apart, size, barrier(shared, step).toint()
+                            )
                 source += tiling.tile_row_bytes
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -104,21 +109,27 @@ class Feeder:
             here = vector.min_of(Int32(tiling.warps), self.tiles - tile)
             row_groups = (count + (ROW_GROUP - 1)) // ROW_GROUP
             place = Int64(expert) * self.tiles + tile
-            source = weights + (place + own) * (tiling.columns * TILE_BYTES)
-            row = x + (Int64(start) + group * ROW_GROUP) * (tiling.columns * tiling.block_bytes)
+            source = weights + (place + feeder) * (tiling.columns * TILE_BYTES)
+            row = x + (Int64(start) + feeder * ROW_GROUP) * (tiling.columns * tiling.block_bytes)
             expected = self.shared_out(here, feeder) * tiling.tile_row_bytes
             expected += self.shared_out(row_groups, feeder) * tiling.group_bytes
             for step in range(tiling.steps):
                 wait(barrier(shared, stage + tiling.stages), parity)
                 target, full = shared + tiling.ring_offset + stage * tiling.stage_bytes, barrier(shared, stage)
-                self.announce(full, step, expected, here, row_groups, bias, scales, feeder)
-                cute.arch.sync_warp()
-                if (own < here) & (ahead <= 0):
-                    ptx.stream_to_shared(target + tiling.x_bytes + own * size, source, size, full.toint())
-                if (group >= 0) & (group < row_groups):
-                    ptx.copy_to_shared(target + group * group_size, row, group_size, full.toint())
-                if feeder == 0:
-                    self.copy_beside(target, step, place, start, here, row_groups, tops, bias, scales, full)
+                with cute.arch.elect_one():
+                    self.announce(full, step, expected, here, row_groups, bias, scales, feeder)
+                    for i in range_constexpr(tiling.warpgroups):
+                        at = feeder + i * WARPGROUP
+                        if (at < here) & (ahead <= 0):
+                            ptx.stream_to_shared(
+                                target + tiling.x_bytes + at * size, source + i * apart, size, full.toint()
+                            )
+                    for i in range_constexpr(-(-tiling.rows // (ROW_GROUP * WARPGROUP))):
+                        at = feeder + i * WARPGROUP
+                        if at < row_groups:
+                            ptx.copy_to_shared(target + at * group_size, row + i * row_apart, group_size, full.toint())
+                    if feeder == 0:
+                        self.copy_beside(target, step, place, start, here, row_groups, tops, bias, scales, full)
                 ahead -= 1
                 source += tiling.tile_row_bytes
                 row += tiling.group_bytes
@@ -145,8 +156,7 @@ class Feeder:
                 if const_expr(self.scaled):
                     if scales != 0:
                         size += row_groups * (ROW_GROUP * 4)
-        if cute.arch.thread_idx()[0] % WARP == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+        cute.arch.mbarrier_arrive_and_expect_tx(full, size)
 
     @cute.jit
     def copy_beside(
@@ -157,17 +167,12 @@ class Feeder:
         if const_expr(self.scaled):
             if step == 0:
                 size = here * TILE_ROWS
-                self.copy_by_one(target + self.e4m3.tops_offset, tops + place * TILE_ROWS, size, full)
+                ptx.copy_to_shared(target + self.e4m3.tops_offset, tops + place * TILE_ROWS, size, full.toint())
         if step == self.tiling.steps - 1:
             if bias != 0:
                 size = here * BIAS_BYTES
-                self.copy_by_one(target + self.tiling.bias_offset, bias + place * BIAS_BYTES, size, full)
+                ptx.copy_to_shared(target + self.tiling.bias_offset, bias + place * BIAS_BYTES, size, full.toint())
             if const_expr(self.scaled):
                 if scales != 0:
                     size = row_groups * (ROW_GROUP * 4)
-                    self.copy_by_one(target + self.e4m3.scale_offset, scales + Int64(start) * 4, size, full)
-
-    @cute.jit
-    def copy_by_one(self, target: Int32, source: Int64, size: Int32, full: cute.Pointer) -> None:
-        if cute.arch.thread_idx()[0] % WARP == 0:
-            ptx.copy_to_shared(target, source, size, full.toint())
+                    ptx.copy_to_shared(target + self.e4m3.scale_offset, scales + Int64(start) * 4, size, full.toint())
