@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import os
 import sys
@@ -23,6 +24,7 @@ Arm = Callable[[Tensor], Call | None]
 BF16 = torch.bfloat16
 CHECKED = (8, 2880)
 CHECK_SECONDS = 5.0
+STACKS_SECONDS = 15.0
 CUSTOM_MOST = 8 << 20
 """Bytes; vLLM takes NCCL above."""
 CUSTOM_BLOCKS = 36
@@ -52,6 +54,7 @@ class Peers:
         for name, make in makers.items():
             if name in missing:
                 continue
+            start = time.monotonic()
             try:
                 arm, problem = make(bench), ""
             except Exception as error:
@@ -63,6 +66,8 @@ class Peers:
                 self.missing[name] = next(filter(None, problems)).splitlines()[0][:200]
             else:
                 self.arms[name] = arm
+            if bench.rank == 0:
+                print(f"{name}: {self.missing.get(name, 'right')} ({time.monotonic() - start:.1f} s)", flush=True)
 
     def calls(self, x: Tensor) -> dict[str, Call | None]:
         """Collective. None for what does not serve this size."""
@@ -245,6 +250,7 @@ FLASHINFER_MODULES = {"custom all-reduce": "FlashInfer custom", "fused all-reduc
 
 def beside_flashinfer(bench: Bench, rows_of: dict[int, tuple[int, ...]], problems: dict[str, str]) -> dict[str, Any]:
     """rows_of: by hidden size; problems: by module, what `Builds` says."""
+    faulthandler.dump_traceback_later(STACKS_SECONDS, repeat=True)  # says where it hangs, should it
     missing = {column: problems[name] for name, column in FLASHINFER_MODULES.items() if problems[name]}
     peers, table = Peers(bench, FLASHINFER, missing), []
     fused = peers.arms.get("FlashInfer fused")
@@ -267,6 +273,7 @@ def beside_flashinfer(bench: Bench, rows_of: dict[int, tuple[int, ...]], problem
             table.append(line)
             if bench.rank == 0:
                 print(line, flush=True)
+    faulthandler.cancel_dump_traceback_later()
     return {"all_reduce beside FlashInfer": table, "FlashInfer's all-reduces": str(peers)}
 
 

@@ -100,9 +100,13 @@ def build(arch: Arch, ranks: int) -> int:
         wide = Sizes(ranks, hidden, torch.float32, max(FUSED_ROWS), sizes.sms)
         kernels |= dict.fromkeys((*usual_kernels(arch, sizes), *usual_kernels(arch, wide)))
         kernels |= dict.fromkeys(combine_kernels(arch, sizes, BF16, k, BF16))
-    with ProcessPoolExecutor(max(1, os.cpu_count() or 1), torch.multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(jit.build, kernels, chunksize=2))
-    return len(kernels)
+    missing = [kernel for kernel in kernels if not jit.cache_path(kernel).exists()]
+    if missing:  # each process takes seconds to start
+        with ProcessPoolExecutor(
+            min(os.cpu_count() or 1, len(missing)), torch.multiprocessing.get_context("spawn")
+        ) as pool:
+            list(pool.map(jit.build, missing))
+    return len(missing)
 
 
 def _rank(rank: int, arguments: argparse.Namespace, answers: Any) -> None:

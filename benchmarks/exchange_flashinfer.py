@@ -9,12 +9,14 @@ are medians of CUDA graph replays in microseconds, of the slowest rank.
 
 FlashInfer sends rows, ids and weights to each rank that has an expert of the token, and does not order them by expert;
 combine adds up one row a rank, which the experts' kernels are to leave in its workspace, so that is what ours is timed
-for (`AllToAllConfig.partial_sums`), ordering, weighting and adding up within the rank included.
+for (`AllToAllConfig.partial_sums`), ordering, weighting and adding up within the rank included. `FlashInfer, ordered`
+does all that too, by our kernels for one GPU around its two; of bf16 rows, from 64 tokens on.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import time
@@ -32,8 +34,12 @@ from benchmarks.exchange_layers import BF16, Inputs, Model
 from benchmarks.exchange_sections import PARTIAL, TOKENS, Rank, build_kernels
 from benchmarks.flashinfer_modules import Builds
 from benchmarks.gpu_ranks import NO_MULTICAST
+from rose_dist.comm.all_to_all.local import Local
+from rose_dist.comm.all_to_all.local_gpu import GpuOptions
+from rose_dist.comm.all_to_all.protocol import Routing
 from rose_dist.kernels.arch import device_info
 
+ORDERED_TOKENS = 64
 START_SECONDS = 22.0
 """Of the limit, that the ranks need to start and to measure something."""
 
@@ -56,11 +62,18 @@ class FlashInfer:
         mapping = Mapping(
             world_size=one.ranks, rank=one.rank, gpus_per_node=one.ranks, tp_size=one.ranks, moe_ep_size=one.ranks
         )
-        self.model, self.ranks = model, one.ranks
+        self.model, self.ranks, self.most, self.one = model, one.ranks, most, one
         self.exchange = MoeAlltoAll(
             mapping, most, model.top_k, model.experts, hidden_size=model.hidden,
             mnnvl_config=MnnvlConfig(comm_backend=Whole(one.control.cpu)),
         )  # fmt: skip
+
+    @functools.cached_property
+    def local(self) -> Local:
+        """For what this rank receives."""
+        ranks, experts = self.ranks, self.model.experts // self.ranks
+        mine = range(self.one.rank * experts, (self.one.rank + 1) * experts)
+        return Local(self.model.config(ranks * self.most), mine, GpuOptions(device=self.one.device))
 
     def pair(
         self, inputs: Inputs, tokens: int, experts: Callable[[torch.Tensor, list[torch.Tensor]], Any] | None = None
@@ -77,6 +90,25 @@ class FlashInfer:
                 experts(results, received)
             return self.exchange.combine(results, tokens, payload_in_workspace=True, output=out)
 
+        return call
+
+    def ordered(self, inputs: Inputs, tokens: int) -> Callable[[], torch.Tensor]:
+        """The pair of bf16 rows, which are ordered by expert in between, and weighted and added up within the rank."""
+        payloads = [inputs.x.view(torch.uint8), inputs.ids, inputs.weights]
+        hidden, out = self.model.hidden, torch.empty_like(inputs.x)
+
+        def call() -> torch.Tensor:
+            x, ids, weights = self.exchange.dispatch(inputs.ids, payloads, tokens, -1, 1)
+            routing = Routing(ids.view(-1, self.model.top_k), weights.view(-1, self.model.top_k))
+            dispatched = self.local.dispatch(x.view(-1, 2 * hidden).view(BF16), routing)
+            results = self.exchange.get_combine_payload_tensor_in_workspace(tokens, hidden, BF16)
+            self.local.combine(dispatched.x, dispatched, out=results.view(-1, hidden))
+            self.exchange.combine(results, tokens, payload_in_workspace=True, output=out)
+            return out
+
+        expected = inputs.x.float() * inputs.weights.sum(1, keepdim=True)
+        if not torch.allclose(call().float(), expected, rtol=0.03, atol=0.01):
+            raise RuntimeError(f"FlashInfer, ordered: wrong sums of {tokens} tokens")
         return call
 
     def wrong(self, inputs: Inputs, tokens: int) -> str:
@@ -96,11 +128,13 @@ def lines(one: Rank, model: Model) -> Iterator[dict[str, Any]]:
         inputs = Inputs.of(model, tokens, one.rank, 0, one.device, whole=True)
         calls = 20 if tokens <= 256 else 4
         result = "not checked" if model.fp8 else theirs.wrong(inputs, tokens) or "right"
-        line = {
+        line: dict[str, Any] = {
             "model": model.name, "tokens": tokens, "FlashInfer": result,
             "FlashInfer pair us": one.time(theirs.pair(inputs, tokens), calls),
             "ours pair us": one.time(ours.resized(tokens).exchange, calls),
         }  # fmt: skip
+        if tokens >= ORDERED_TOKENS and not model.fp8:
+            line["FlashInfer, ordered us"] = one.time(theirs.ordered(inputs, tokens), calls)
         one.say(line)
         yield line
     ours.moe.check()

@@ -321,6 +321,8 @@ def build_kernels(arch: Arch, sections: Iterable[str], models: list[Model], rank
                 if layout.has_rows:
                     kernels[order_kernel(arch, layout)] = None
     context = torch.multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max(1, min(os.cpu_count() or 1, len(kernels))), context) as pool:
-        list(pool.map(jit.build, kernels, chunksize=2))
-    return len(kernels)
+    missing = [kernel for kernel in kernels if not jit.cache_path(kernel).exists()]
+    if missing:  # each process takes seconds to start
+        with ProcessPoolExecutor(min(os.cpu_count() or 1, len(missing)), context) as pool:
+            list(pool.map(jit.build, missing))
+    return len(missing)
