@@ -98,9 +98,11 @@ class MoverTiling:
         return self.ring_offset + self.warps * self.stages * self.piece_bytes
 
 
-def sum_parts(chunk: int) -> int:
-    """In which a chunk's results are summed, each by a block: the last chunks come all at once."""
-    return 4 if chunk % 4 == 0 else 1
+def sum_parts(layout: ExchangeLayout) -> int:
+    """In which a chunk's results are summed, each by a block: the last chunks come all at once. Ranks' sums, for which
+    warps share a token, have too little in a part.
+    """
+    return 4 if layout.chunk % 4 == 0 and not layout.weighted else 1
 
 
 def record_tiling(layout: ExchangeLayout, most: int, least: int = LEAST_THREADS) -> PacketTiling:

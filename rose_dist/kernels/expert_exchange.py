@@ -243,7 +243,7 @@ class ExpertExchange:
         layout, state, send = self.layout, self._state.data_ptr(), expert_out is not None
         by_token = tokens <= layout.packet_tokens
         pushers = self.pushers[1] if send else 0
-        items = tokens if by_token else -(-tokens // layout.chunk) * sum_parts(layout.chunk)
+        items = tokens if by_token else -(-tokens // layout.chunk) * sum_parts(layout)
         summers = max(1, min(self._sms - pushers, items))
         launch.run(
             _load(self._kernels.sum(out.dtype, accumulate, by_token, send)), self._state,

@@ -67,7 +67,7 @@ class RowSummer:
     @property
     def parts(self) -> int:
         """That a chunk is taken in, each by a block."""
-        return 1 if self.by_token else sum_parts(self.layout.chunk)
+        return 1 if self.by_token else sum_parts(self.layout)
 
     @property
     def group(self) -> int:
