@@ -7,7 +7,7 @@ GPU's L2, as a model's layers do. Each is launched as in a decode step: what it 
 Peers see no pages and no sinks: torch's flash attention on contiguous keys, split over the SMs, and with `--flashinfer`
 its paged decode. Of prefill also cuDNN, FlashInfer and what else is installed; `with FA4` is ours, keys gathered and
 sinks in it, by FlashAttention-4 (pip install flash-attn-4). `--variants` also times blocks
-that read more or fewer bytes of a token, and what tells what decode waits for (`attention_variants.py`). Writes
+that take whole tokens or so many bytes of one, and the copies alone (`attention_variants.py`). Writes
 attention.json and attention.md after every case, so that an interrupted run keeps what it has; a case that fails is
 noted, not fatal.
 """

@@ -9,10 +9,9 @@ from functools import partial
 from typing import Any
 
 from benchmarks.kernel_variants import holding
-from rose_dist.kernels import attention_tiling, paged_attention, paged_prefill, ptx
+from rose_dist.kernels import attention_tiling, paged_prefill
 from rose_dist.kernels.cute import paged_attention_prefill, whole_token_attention
 from rose_dist.kernels.cute.attention_products import Products
-from rose_dist.kernels.cute.whole_token_tiles import WholeTokenTiles
 from rose_dist.kernels.dsl import Float32
 from rose_dist.kernels.prefill_tiling import PrefillTiling
 from rose_dist.kernels.variants import Ranges
@@ -35,19 +34,6 @@ class CopiesAlone(whole_token_attention.WholeTokenAttention):
     @property
     def products(self) -> Products:
         return NoProducts(self.tiles, whole_token_attention.ROWS)
-
-
-class LeavingTiles(WholeTokenTiles):
-    def start(self, *arguments: Any) -> None:
-        ptx.stream_to_shared(*arguments)
-
-
-class LeavingFirst(whole_token_attention.WholeTokenAttention):
-    """Keys and values are the first to leave L2, so that something else may stay."""
-
-    @property
-    def tiles(self) -> WholeTokenTiles:
-        return LeavingTiles(self.head_dim, whole_token_attention.WARP_HEADS, self.cache_dtype, self.heads)
 
 
 class PrefillProductsAlone(paged_attention_prefill.PrefillAttention):
@@ -91,15 +77,14 @@ def of(itemsize: int) -> dict[str, Variant]:
     return {
         "us whole tokens": _whole_tokens,
         "us whole tokens, copies alone": _copies_alone,
-        "us whole tokens, first to leave L2": _leaving_first,
         **{f"us {size} B rows": partial(_with_rows_of, size) for size in sizes},
     }
 
 
 @contextmanager
 def _whole_tokens(_: Any) -> Iterator[None]:
-    """Of as few requests as there are, and of short windows too."""
-    with holding(attention_tiling, "WHOLE_TOKENS", 0), holding(paged_attention, "is_brief", lambda *_: False):
+    """Of as few requests as there are."""
+    with _from(0):
         yield
 
 
@@ -110,13 +95,15 @@ def _copies_alone(case: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _leaving_first(case: Any) -> Iterator[None]:
-    with _whole_tokens(case), holding(whole_token_attention, "WholeTokenAttention", LeavingFirst):
+def _with_rows_of(size: int, _: Any) -> Iterator[None]:
+    rows = dict.fromkeys((1, 2), Ranges((0,), (size,)))
+    with _from(1 << 30), holding(attention_tiling, "ROW_BYTES", rows):
         yield
 
 
 @contextmanager
-def _with_rows_of(size: int, _: Any) -> Iterator[None]:
-    rows = dict.fromkeys((1, 2), Ranges((0,), (size,)))
-    with holding(attention_tiling, "WHOLE_TOKENS", 1 << 30), holding(attention_tiling, "ROW_BYTES", rows):
+def _from(works: int) -> Iterator[None]:
+    """Blocks take whole tokens from so many requests times key heads on."""
+    names = ("WHOLE_TOKENS", "WHOLE_TOKENS_OF_SHORT_WINDOWS")
+    with holding(attention_tiling, names[0], works), holding(attention_tiling, names[1], works):
         yield

@@ -136,11 +136,12 @@ def _launcher(q: Tensor, keys: Tensor, block_size: int, window: int | None, earl
     key_heads, device = keys.shape[1], launch.device(q)
     wide, tiles = query_heads // key_heads > 8, block_size // TILE
     kinds = (device.arch, q.dtype, keys.dtype, head_dim)
+    if keys.stride()[:2] == (key_heads * head_dim, head_dim) and takes_whole_tokens(
+        requests, key_heads, head_dim, window, wide_group=wide
+    ):
+        return whole_token_attention.launcher(*kinds, key_heads, tiles, early), key_heads
     heads = 1
     if keys.stride(1) == head_dim and not is_brief(requests * key_heads, window, device.sms):
-        dense = keys.stride(0) == key_heads * head_dim
-        if dense and takes_whole_tokens(requests, key_heads, head_dim, wide_group=wide):
-            return whole_token_attention.launcher(*kinds, key_heads, tiles, early), key_heads
         heads = heads_together(requests, key_heads, head_dim, keys.element_size(), wide_group=wide)
     gives = early and gives_way(requests, query_heads * head_dim)
     return paged_attention_decode.launcher(*kinds, heads, wide, tiles, early, gives), heads

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rose_dist.kernels import attention_tiling, paged_attention
+from rose_dist.kernels import attention_tiling
 from rose_dist.kernels.arch import DeviceInfo
 from rose_dist.kernels.paged_attention import DecodeWorkspace, decode
 from rose_dist.kernels.qk_norm import PagedCache, qk_norm_rope_cache
@@ -27,8 +27,8 @@ def whole(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 
 
 def take_whole_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_tiling, "WHOLE_TOKENS", 0)
-    monkeypatch.setattr(paged_attention, "is_brief", lambda *_: False)
+    for name in ("WHOLE_TOKENS", "WHOLE_TOKENS_OF_SHORT_WINDOWS"):
+        monkeypatch.setattr(attention_tiling, name, 0)
 
 
 @pytest.mark.parametrize("heads", [(8, 1, 64), (4, 1, 64), (2, 2, 64), (16, 1, 128)], ids=str)

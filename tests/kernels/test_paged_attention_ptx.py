@@ -17,7 +17,6 @@ from rose_dist.kernels.cute.kv_tiles import key_token, value_token
 from rose_dist.kernels.cute.paged_attention_decode import DecodeAttention
 from rose_dist.kernels.cute.whole_token_attention import (
     FEEDER_REGISTERS,
-    WARP_HEADS,
     WholeTokenAttention,
 )
 from rose_dist.kernels.cute.whole_token_feeder import FEEDERS
@@ -72,12 +71,17 @@ def test_whole_tokens_come_by_bulk_copies(whole: list[Binary]) -> None:
     for compiled in whole:
         kernel, text = compiled.kernel, compiled.ptx
         assert isinstance(kernel, WholeTokenAttention)
-        assert text.count("mma.sync") == WARP_HEADS * kernel.head_dim // 8
+        assert text.count("mma.sync") == kernel.warp_heads * kernel.head_dim // 8
         assert "cp.async.c" not in text
         # One instruction, by as many lanes as a tile has chunks.
         assert text.count("cp.async.bulk.shared::cluster.global") == 1
-        assert text.count("cvt.rn.f16x2.e4m3x2") == (kernel.head_dim if kernel.tiles.fp8 else 0)
-        assert binary.facts(compiled).stack_bytes == 0
+        assert text.count("cvt.rn.f16x2.e4m3x2") == (
+            kernel.warp_heads * kernel.head_dim // 2 if kernel.tiles.fp8 else 0
+        )
+        facts = binary.facts(compiled)
+        assert facts.stack_bytes == 0
+        # Else a computing warp would wait for registers for ever.
+        assert not kernel.registers or facts.registers == kernel.launched_registers
         launched = kernel.launched_registers * (kernel.warps + FEEDERS)
         assert kernel.registers * kernel.warps + FEEDER_REGISTERS * FEEDERS <= launched
         assert kernel.stages * kernel.tiles.bytes >= kernel.heads * kernel.cache_dtype.itemsize << 13

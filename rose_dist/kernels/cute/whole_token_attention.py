@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -31,8 +32,8 @@ from rose_dist.kernels.variants import WARP
 
 ROWS = 8
 """Query heads a key head, padded."""
-WARP_HEADS = 2
-"""Key heads a warp."""
+WARP_BYTES = 256
+"""Of a token's keys, and of its values, that a warp takes: whole heads."""
 MOST_STAGES = 8
 FEEDER_REGISTERS = 32
 SM_REGISTERS = 64 << 10
@@ -51,7 +52,7 @@ def launcher(
 class WholeTokenAttention(jit.Kernel):
     """As `DecodeAttention`, with the same bits, but that one block takes all key heads of its tiles, which so come in
     long copies: one warp starts them (`TokenFeeder`), many are under way. Of a part's tiles every fourth is for the
-    same warps, one for each pair of key heads. There is one block an SM.
+    same warps, one for each group of key heads. There is one block an SM.
     """
 
     dtype: torch.dtype
@@ -66,13 +67,19 @@ class WholeTokenAttention(jit.Kernel):
     """Whether the launch before writes nothing but queries and each request's last key and value."""
 
     @property
-    def pairs(self) -> int:
-        return self.heads // WARP_HEADS
+    def warp_heads(self) -> int:
+        """Key heads a warp."""
+        return math.gcd(self.heads, WARP_BYTES // (self.head_dim * self.cache_dtype.itemsize))
+
+    @property
+    def groups(self) -> int:
+        """Of heads, each for other warps."""
+        return self.heads // self.warp_heads
 
     @property
     def warps(self) -> int:
         """That compute."""
-        return WARPS * self.pairs
+        return WARPS * self.groups
 
     @property
     def threads(self) -> int:
@@ -85,14 +92,14 @@ class WholeTokenAttention(jit.Kernel):
     @property
     def registers(self) -> int:
         """Of a computing thread, if they are shared out anew; 0: there are enough."""
-        if self.launched_registers >= 2 * self.head_dim:
+        if self.launched_registers >= self.warp_heads * self.head_dim:
             return 0
         left = self.launched_registers * self.threads - FEEDER_REGISTERS * FEEDERS * WARP
         return left // (self.warps * WARP) // 8 * 8
 
     @property
     def tiles(self) -> WholeTokenTiles:
-        return WholeTokenTiles(self.head_dim, WARP_HEADS, self.cache_dtype, self.heads)
+        return WholeTokenTiles(self.head_dim, self.warp_heads, self.cache_dtype, self.heads)
 
     @property
     def results(self) -> Results:
@@ -149,8 +156,8 @@ class WholeTokenAttention(jit.Kernel):
         arrived = cute.make_tensor(cute.arch.alloc_smem(Uint32, 1), cute.make_layout(1))
         thread = cute.arch.thread_idx()[0]
         if thread < 2 * self.stages:
-            # It is full, and it is free once the warps of all pairs of heads have read it.
-            arrivals = vector.select(thread < self.stages, Int32(1), Int32(self.pairs))
+            # It is full, and it is free once the warps of all groups of heads have read it.
+            arrivals = vector.select(thread < self.stages, Int32(1), Int32(self.groups))
             cute.arch.mbarrier_init(barrier(barriers, thread), arrivals)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -179,8 +186,8 @@ class WholeTokenAttention(jit.Kernel):
         batch: Batch, warp: Int32, group: Int32, scale: Float32, value_scale: Float32,
     ) -> None:  # fmt: skip
         """All of the block's parts, by all warps but the feeder."""
-        results, head = self.results, warp // WARPS * WARP_HEADS
-        queries = cute.make_rmem_tensor(WARP_HEADS * (self.head_dim // 8), Uint32)
+        results, head = self.results, warp // WARPS * self.warp_heads
+        queries = cute.make_rmem_tensor(self.warp_heads * (self.head_dim // 8), Uint32)
         part, line_end = run_of_block(batch)
         sink = results.sink(sinks, Int32(0), group)
         if const_expr(self.early):
@@ -215,26 +222,27 @@ class WholeTokenAttention(jit.Kernel):
         part: Part, number: Int32, warp: Int32, queries: cute.Tensor, scale: Float32,
     ) -> None:  # fmt: skip
         """This warp's share of a part, whose first tile is number `number` of the block's; into `sums`."""
-        size, share, pair = self.head_dim // 4, warp % WARPS, warp // WARPS
-        acc = cute.make_rmem_tensor(size * WARP_HEADS, Float32)
+        size, heads = self.head_dim // 4, self.warp_heads
+        share, head_group = warp % WARPS, warp // WARPS
+        acc = cute.make_rmem_tensor(size * heads, Float32)
         acc.fill(0.0)
         # For query heads 2j and 2j + 1 of eight: the largest score, and this lane's own part of the sum of weights.
-        largest, weights = (cute.make_rmem_tensor(2 * WARP_HEADS, Float32) for _ in range(2))
+        largest, weights = (cute.make_rmem_tensor(2 * heads, Float32) for _ in range(2))
         largest.fill(NOTHING)
         weights.fill(0.0)
         low, (start, end) = batch.low(part.length), bounds(batch, part)
         for tile in cutlass.range(start + share, end, WARPS, unroll=1):
             stage, parity = self.feeder.place(number + (tile - start))
             wait(barrier(barriers, stage), parity)
-            at = ring + Uint32(stage * self.tiles.bytes + pair * self.tiles.value_offset(WARP_HEADS, 0))
+            at = ring + Uint32(stage * self.tiles.bytes + head_group * self.tiles.value_offset(heads, 0))
             self.tiles.clear_unseen(at, tile, low, part.length)
             self.products.multiply(at, queries, acc, largest, weights, tile, low, part.length, scale)
             cute.arch.sync_warp()
             if cute.arch.thread_idx()[0] % WARP == 0:
                 cute.arch.mbarrier_arrive(barrier(barriers, stage + self.stages))
-        for head in range_constexpr(WARP_HEADS):
+        for head in range_constexpr(heads):
             of = [2 * head, 2 * head + 1]
             self.results.store_warp(
-                sums + Uint32(share * self.results.bytes), scalars, share, pair * (WARP_HEADS * ROWS) + head * ROWS,
+                sums + Uint32(share * self.results.bytes), scalars, share, (head_group * heads + head) * ROWS,
                 [acc[size * head + i] for i in range(size)], [largest[i] for i in of], [weights[i] for i in of],
             )  # fmt: skip

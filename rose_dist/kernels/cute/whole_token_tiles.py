@@ -60,11 +60,7 @@ class WholeTokenTiles(Tiles):
         if (lane < 2 * CHUNKS) & (count > 0):
             source = vector.select(of_values, values, keys) + (slot + first) * size
             half = vector.select(of_values, Int32(self.half_bytes), Int32(0))
-            self.start(stage + Uint32(half + first * size + chunk * GAP), source, count * size, full)
-
-    def start(self, target: Any, source: Any, size: Any, full: Any) -> None:
-        """A copy."""
-        ptx.copy_to_shared(target, source, size, full)
+            ptx.copy_to_shared(stage + Uint32(half + first * size + chunk * GAP), source, count * size, full)
 
     def place(self, token: Any) -> Any:
         """Of a token in a tile's keys, or values."""
