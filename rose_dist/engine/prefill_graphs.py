@@ -226,8 +226,8 @@ class _Capture(_Recording):
 
 
 class _LongCapture(_Capture):
-    """Captures a pass, attention in it, in graphs of 1, 1, 2, 4, 8, … layers. An H200 began one of 36 layers 0.9 ms after
-    its launch; so, each is launched while the one before runs.
+    """Captures a pass, attention in it, in graphs of 1, 1, 2, 4, 8, … layers. An H200 began one of 36 layers 0.9 ms
+    after its launch; so, each is launched while the one before runs.
     """
 
     def __init__(self, pool: Any) -> None:
