@@ -59,8 +59,6 @@ def _prefill_tiling(*shape: Any) -> AbstractContextManager[None]:
 
 
 PREFILL_VARIANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "us 3 x 96 in turns": partial(_prefill_tiling, 3, 96, 8, (32, 160), True),
-    "us 2 x 128 in turns": partial(_prefill_tiling, 2, 128, 6, (40, 232), True),
     "us 2 x 128": partial(_prefill_tiling, 2, 128, 6, (40, 232)),
     "us 2 x 160": partial(_prefill_tiling, 2, 160, 5, (40, 232)),
     "us 2 x 96": partial(_prefill_tiling, 2, 96, 8, (40, 232)),

@@ -13,14 +13,12 @@ from rose_dist.kernels import checks, jit, launch
 from rose_dist.kernels.attention_sinks import apply_sinks
 from rose_dist.kernels.paged_attention import LOG2_E, UNLIMITED, check_cache, check_sinks, check_window
 from rose_dist.kernels.prefill_tiling import PREFILL_TILINGS, PrefillTiling
-from rose_dist.kernels.rotary import rotate_queries
 
 
 def prefill(
     q: Tensor, keys: Tensor, values: Tensor, slots: Tensor | None, query_starts: Tensor, key_starts: Tensor,
     sinks: Tensor | None, *, most_queries: int, most_keys: int, window: int | None, scale: float,
-    out: Tensor | None = None, key_scale: float = 1.0, value_scale: float = 1.0,
-    angles: tuple[Tensor, Tensor] | None = None, shape: Tensor | None = None,
+    out: Tensor | None = None, key_scale: float = 1.0, value_scale: float = 1.0, shape: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Each sequence's queries are the last of its tokens: its last query sees its last key, the one before all keys but
     that, and so on. Keys before the chunk are a cached prefix or earlier chunks.
@@ -38,11 +36,9 @@ def prefill(
         window: tokens that a query sees, its own included; None: all.
         out: like `q`, dense.
         key_scale, value_scale: what stored keys and values are to be multiplied by.
-        angles: cosines and sines, fp32 [tokens, head_dim / 2], by which NeoX halves of `q` are yet to be rotated; it
-            may be overwritten. None: it comes rotated.
         shape: int32 [2] on a GPU whose own kernel serves (`own_kernel`): how many sequences there are, and the most
             queries of one. Those of `query_starts`, and `most_queries`, only bound them: a captured graph serves other
-            steps. `slots` is given.
+            steps. `slots` is given. Not to be written by the launch before.
 
     Returns:
         `out`, or a new tensor like it. By torch's flash attention rounded once before the sink and once after it.
@@ -53,8 +49,6 @@ def prefill(
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     _check_out(q, out)
-    if angles is not None:
-        _check_angles(q, *angles)
     if shape is not None:
         _check_shape(q, keys, slots, shape)
     if q.shape[0] == 0:
@@ -64,17 +58,13 @@ def prefill(
         if keys.dtype != q.dtype:
             keys, values, slots = _gather(keys, slots, q.dtype), _gather(values, slots, q.dtype), None
         group = q.shape[1] // keys.shape[1]
-        cos, sin = angles or (None, None)
-        launcher = _launcher(q, group, tiling, angles is not None)
         launch.run(
-            launcher, out, q, q.stride(0), q.stride(1), cos, sin, keys, values, keys.stride(0), keys.stride(1), slots,
-            query_starts, key_starts, sinks, out, shape, query_starts.shape[0] - 1, keys.shape[1],
-            -(-most_queries * group // tiling.rows), UNLIMITED if window is None else window,
+            _launcher(q, group, tiling), out, q, q.stride(0), q.stride(1), keys, values, keys.stride(0),
+            keys.stride(1), slots, query_starts, key_starts, sinks, out, shape, query_starts.shape[0] - 1,
+            keys.shape[1], -(-most_queries * group // tiling.rows), UNLIMITED if window is None else window,
             scale * key_scale * LOG2_E, value_scale, launch.device(q).sms,
         )  # fmt: skip
         return out
-    if angles is not None:
-        rotate_queries(q, *angles)
     k, v = _gather(keys, slots, q.dtype), _gather(values, slots, q.dtype)
     flash = _flash if q.is_cuda else _flash_on_cpu
     attended, lse = flash(q, k, v, query_starts, key_starts, most_queries, most_keys, window, scale * key_scale)
@@ -97,10 +87,10 @@ def _tiling(q: Tensor) -> PrefillTiling | None:
 
 
 @checks.once
-def _launcher(q: Tensor, group: int, tiling: PrefillTiling, rotary: bool) -> jit.Launcher:
+def _launcher(q: Tensor, group: int, tiling: PrefillTiling) -> jit.Launcher:
     from rose_dist.kernels.cute import paged_attention_prefill as cute  # noqa: PLC0415 - it loads the compiler
 
-    return cute.launcher(launch.device(q).arch, group, tiling, rotary)
+    return cute.launcher(launch.device(q).arch, group, tiling)
 
 
 @checks.once
@@ -118,15 +108,6 @@ def _check_shape(q: Tensor, keys: Tensor, slots: Tensor | None, shape: Tensor) -
     checks.same_device("shape", shape, q.device)
     if not own_kernel(q) or keys.dtype != q.dtype or slots is None:
         raise checks.fail("shape", "is for our own kernel alone, with keys of the queries' dtype, and slots")
-
-
-@checks.once
-def _check_angles(q: Tensor, cos: Tensor, sin: Tensor) -> None:
-    for name, table in (("cos", cos), ("sin", sin)):
-        checks.shape(name, table, q.shape[0], q.shape[2] // 2)
-        checks.dtype(name, table, torch.float32)
-        checks.same_device(name, table, q.device)
-        checks.dense(name, table, 8)
 
 
 def _gather(stored: Tensor, slots: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -28,8 +28,6 @@ class PrefillTiling:
     stages: int
     registers: tuple[int, int]
     """Of a feeding and of a computing thread, once they are shared out anew."""
-    turns: bool = False
-    """Warpgroups start their products one after the other."""
 
     def __post_init__(self) -> None:
         assert self.keys % (8 * self.feeders) == 0, self.keys

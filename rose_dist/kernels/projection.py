@@ -35,9 +35,8 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype:
 
 
 def project_heads(
-    x: Tensor, weight: Tensor, bias: Tensor, key_heads: int, cos: Tensor, sin: Tensor, cache: PagedCache, *,
-    rotated: bool = True,
-) -> Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor, bias: Tensor, key_heads: int, cos: Tensor, sin: Tensor, cache: PagedCache
+) -> Tensor:
     """Queries of x, with keys and values in the cache.
 
     Args:
@@ -46,13 +45,11 @@ def project_heads(
         bias: [heads · head_dim].
         cos, sin: fp32 [rows, head_dim / 2].
         cache: [slots, key heads, head_dim].
-        rotated: whether queries are to be; keys are.
 
     Returns:
-        [rows, query heads, head_dim].
+        [rows, query heads, head_dim], rotated.
     """
     heads, head_dim = weight.shape[0] // (2 * cos.shape[1]), 2 * cos.shape[1]
-    if rotated and x.is_cuda and 0 < x.shape[0] <= MAX_ROWS and takes(weight, head_dim, cache.keys.dtype):
+    if x.is_cuda and 0 < x.shape[0] <= MAX_ROWS and takes(weight, head_dim, cache.keys.dtype):
         return linear_rotary(x, weight, bias, key_heads, cos, sin, cache)
-    qkv = project(x, weight, bias).view(x.shape[0], heads, head_dim)
-    return rotate_and_store(qkv, key_heads, cos, sin, cache, queries=rotated)
+    return rotate_and_store(project(x, weight, bias).view(x.shape[0], heads, head_dim), key_heads, cos, sin, cache)

@@ -165,8 +165,7 @@ def _attention(arch: Arch) -> Iterator[Kernel]:
 
 def _prefill_attention(arch: Arch) -> Iterator[Kernel]:
     for tiling in PREFILL_TILINGS.values() if arch.hopper else ():
-        yield PrefillAttention(arch, group=8, tiling=tiling, rotary=False)
-        yield PrefillAttention(arch, group=8, tiling=tiling, rotary=True)
+        yield PrefillAttention(arch, group=8, tiling=tiling)
 
 
 def _sinks(arch: Arch) -> Iterator[Kernel]:

@@ -9,9 +9,7 @@ from rose_dist.kernels import qk_norm
 from rose_dist.kernels.qk_norm import PagedCache, Rotary, reference_rotary
 
 
-def rotate_and_store(
-    qkv: Tensor, key_heads: int, cos: Tensor, sin: Tensor, cache: PagedCache, *, queries: bool = True
-) -> Tensor:
+def rotate_and_store(qkv: Tensor, key_heads: int, cos: Tensor, sin: Tensor, cache: PagedCache) -> Tensor:
     """Rotate the NeoX halves of every query and key head, (a, b) → (a·cos − b·sin, b·cos + a·sin), and write keys and
     values to the cache.
 
@@ -19,27 +17,18 @@ def rotate_and_store(
         qkv: [tokens, query heads + 2 · key heads, head_dim], a fused projection's output; overwritten.
         cos, sin: fp32 [tokens, head_dim / 2], already scaled by YaRN's concentration.
         cache: keys, values [slots, key heads, head_dim], and each token's slot.
-        queries: False leaves them as they are.
 
     Returns:
-        The queries [tokens, query heads, head_dim], a view of `qkv`.
+        The rotated queries [tokens, query heads, head_dim], a view of `qkv`.
     """
     q, k, v = qkv.split_with_sizes([qkv.shape[1] - 2 * key_heads, key_heads, key_heads], 1)
     if qkv.is_cuda:
-        qk_norm.qk_norm_rope_cache(q if queries else q[:, :0], k, v, cache, cos, sin)
+        qk_norm.qk_norm_rope_cache(q, k, v, cache, cos, sin)
         return q
-    _rotate(qkv[:, :-key_heads] if queries else k, cos, sin)
+    _rotate(qkv[:, :-key_heads], cos, sin)
     cache.keys.index_copy_(0, cache.slots, k)
     cache.values.index_copy_(0, cache.slots, v)
     return q
-
-
-def rotate_queries(q: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """What `rotate_and_store` has left to do, in place: `q` [tokens, query heads, head_dim]."""
-    if q.is_cuda:
-        qk_norm.rotate(q, cos, sin, Rotary.NEOX)
-    else:
-        _rotate(q, cos, sin)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:

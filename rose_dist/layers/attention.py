@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rose_dist.comm.tensor_group import TensorGroup
-from rose_dist.kernels.linear_add import MAX_ROWS, fits, linear_add
+from rose_dist.kernels.linear_add import fits, linear_add
 from rose_dist.kernels.linear_rotary import takes
 from rose_dist.kernels.projection import project_heads
 from rose_dist.layers.forward_batch import GroupBatch
@@ -116,16 +116,10 @@ class Attention(nn.Module):
         """[tokens, heads · head_dim], of this rank's heads."""
         qkv, cache = self.qkv_proj, batch.storage.layer(layer, batch.slots)
         assert qkv.bias is not None
-        # Of few rows the projection rotates as it goes.
-        late = x.shape[0] > MAX_ROWS and any(work.rotates for work in batch.work)
-        q = project_heads(
-            x, qkv.weight, qkv.bias, self.heads.local_key_heads, cos, sin, cache, rotated=not late
-        )  # fmt: skip
+        q = project_heads(x, qkv.weight, qkv.bias, self.heads.local_key_heads, cos, sin, cache)
         attended = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for work in batch.work:
-            work.attend(
-                q, cache.keys, cache.values, self.sinks, self.scale, attended, (cos, sin) if late else None
-            )  # fmt: skip
+            work.attend(q, cache.keys, cache.values, self.sinks, self.scale, attended)
         return attended.flatten(1)
 
     def weights(self, prefix: str) -> Iterator[Weight]:

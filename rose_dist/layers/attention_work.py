@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -12,30 +11,19 @@ from rose_dist.kernels.attention import AttentionBlock
 from rose_dist.kernels.attention import paged_attention as attend_gathered
 from rose_dist.kernels.paged_attention import DecodeWorkspace, decode
 from rose_dist.kernels.paged_prefill import prefill
-from rose_dist.kernels.rotary import rotate_queries
-
-Angles = tuple[Tensor, Tensor]
-"""Cosines and sines, fp32 [tokens, head_dim / 2], the whole step's."""
 
 
 class AttentionWork(ABC):
     """Some queries of a step, neighbours in its token batch."""
 
-    rotates: ClassVar[bool] = False
-    """Whether it is quicker here to rotate the queries than before."""
-
     @abstractmethod
-    def attend(
-        self, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, scale: float, out: Tensor,
-        angles: Angles | None = None,
-    ) -> None:  # fmt: skip
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, scale: float, out: Tensor) -> None:
         """
         Args:
             q: [tokens, query heads, head_dim], the whole step's.
             keys, values: [slots, key heads, head_dim], one layer's cache.
             sinks: fp32 [query heads].
             out: as `q`; the work's rows are written.
-            angles: by which queries are yet to be rotated, perhaps in place; None: they are.
         """
 
 
@@ -45,11 +33,7 @@ class Gathered(AttentionWork):
 
     block: AttentionBlock
 
-    def attend(
-        self, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, scale: float, out: Tensor,
-        angles: Angles | None = None,
-    ) -> None:  # fmt: skip
-        assert angles is None
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, scale: float, out: Tensor) -> None:
         attend_gathered(q, keys, values, self.block, scale, sinks, out)
 
 
@@ -70,12 +54,7 @@ class PagedDecode(AttentionWork):
     workspace: DecodeWorkspace | None
     live: Tensor | None = None
 
-    def attend(
-        self, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, scale: float, out: Tensor,
-        angles: Angles | None = None,
-    ) -> None:  # fmt: skip
-        if angles is not None:
-            rotate_queries(q[self.rows], *(table[self.rows] for table in angles))
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, scale: float, out: Tensor) -> None:
         decode(
             q[self.rows], keys, values, self.tables, self.first, self.lengths, sinks, window=self.window,
             block_size=self.block_size, scale=scale, out=out[self.rows], rows=self.live, workspace=self.workspace,
@@ -87,12 +66,9 @@ class PagedDecode(AttentionWork):
 class PagedChunks(AttentionWork):
     """Neighbouring tokens of one or several sequences.
 
-    rotates: its kernel, which reads queries once, saves a step's queries one way to memory and back.
     rows: of the queries. slots: those of the keys, a slice where they follow one another. Others as
     `paged_prefill.prefill`.
     """
-
-    rotates: ClassVar[bool] = True
 
     rows: slice
     slots: Tensor | slice
@@ -103,10 +79,7 @@ class PagedChunks(AttentionWork):
     window: int | None
     shape: Tensor | None = None
 
-    def attend(
-        self, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, scale: float, out: Tensor,
-        angles: Angles | None = None,
-    ) -> None:  # fmt: skip
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, scale: float, out: Tensor) -> None:
         slots: Tensor | None = None
         if isinstance(self.slots, slice):
             keys, values = keys[self.slots], values[self.slots]
@@ -115,6 +88,5 @@ class PagedChunks(AttentionWork):
         prefill(
             q[self.rows], keys, values, slots, self.query_starts, self.key_starts, sinks,
             most_queries=self.most_queries, most_keys=self.most_keys, window=self.window, scale=scale,
-            out=out[self.rows], angles=None if angles is None else (angles[0][self.rows], angles[1][self.rows]),
-            shape=self.shape,
+            out=out[self.rows], shape=self.shape,
         )  # fmt: skip

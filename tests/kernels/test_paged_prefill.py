@@ -12,7 +12,6 @@ from rose_dist.kernels import paged_prefill
 from rose_dist.kernels.errors import KernelArgumentError
 from rose_dist.kernels.paged_attention import decode
 from rose_dist.kernels.paged_prefill import prefill
-from rose_dist.kernels.rotary import rotate_queries
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))]
 HEADS = [(8, 1, 64), (8, 2, 64), (4, 4, 64), (16, 2, 128)]
@@ -36,8 +35,8 @@ class Chunks:
             torch.tensor([0, *counts]).cumsum(0).int() for counts in ([tokens for _, tokens in sizes], held)
         )
 
-    def attend(self, device: str, sinks: bool = True, q: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
-        given = (self.q if q is None else q, self.keys, self.values, self.slots, self.query_starts, self.key_starts)
+    def attend(self, device: str, sinks: bool = True, **options: float) -> torch.Tensor:
+        given = (self.q, self.keys, self.values, self.slots, self.query_starts, self.key_starts)
         moved = (None if x is None else x.to(device) for x in given)
         return prefill(
             *moved, self.sinks.to(device) if sinks else None,
@@ -64,16 +63,6 @@ class Chunks:
 def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
     """bf16 weights, and two roundings of the result."""
     assert (got.double() - wanted).abs().max() <= 2**-7 * wanted.abs().max()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_queries_that_are_yet_to_be_rotated(device: str) -> None:
-    chunks = Chunks([(30, 20), (3, 2)], (8, 2, 64), None)
-    turns = torch.rand(22, 32) * 7
-    angles = turns.cos(), turns.sin()
-    found = chunks.attend(device, q=chunks.q.clone(), angles=tuple(table.to(device) for table in angles))
-    rotate_queries(chunks.q, *angles)
-    assert_close(found, chunks.exact())
 
 
 @pytest.mark.parametrize("device", DEVICES)

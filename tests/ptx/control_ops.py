@@ -174,40 +174,23 @@ def _barrier(program: Program, instruction: Instruction) -> Control | None:
     aligned = parts[0] == "bar" or "aligned" in parts
 
     def handle(g: Gang, split: Split) -> bool:
-        numbers = np.broadcast_to(read_id(g), g.lanes)
-        parts = _by_number(g, split, numbers)
-        for part in parts:
-            number = int(numbers[part.mask][0])
-            count = _uniform(g, part, read_count(g), "thread count") if read_count is not None else 0
-            if count % WARP:
-                raise BarrierError(f"the thread count {count} of barrier {number} is no multiple of {WARP}")
-            barrier = g.cta.barriers.setdefault(number, Barrier())
-            if aligned:
-                _check_aligned(g, part, barrier, number)
-            _arrive(g, part, barrier, number, count)
-            if action == "sync":
-                barrier.waiting.append((g, part))
-                part.waiting = f"barrier {number}"
-            else:
-                part.pc += 1
-            complete(g.cta, barrier)
-        return len(parts) == 1 and not split.waiting
+        number = _uniform(g, split, read_id(g), "barrier number")
+        count = _uniform(g, split, read_count(g), "thread count") if read_count is not None else 0
+        if count % WARP:
+            raise BarrierError(f"the thread count {count} of barrier {number} is no multiple of {WARP}")
+        barrier = g.cta.barriers.setdefault(number, Barrier())
+        if aligned:
+            _check_aligned(g, split, barrier, number)
+        _arrive(g, split, barrier, number, count)
+        if action == "sync":
+            barrier.waiting.append((g, split))
+            split.waiting = f"barrier {number}"
+        else:
+            split.pc += 1
+        complete(g.cta, barrier)
+        return not split.waiting
 
     return handle
-
-
-def _by_number(g: Gang, split: Split, numbers: np.ndarray) -> list[Split]:
-    """The lanes of a split by the barrier that they name, the same for all of a warp."""
-    warps = g.thread_in_cta // WARP
-    chosen = np.unique(numbers[split.mask])
-    for number in chosen[1:]:
-        own = split.mask & (numbers == number)
-        if np.isin(warps[split.mask & ~own], warps[own]).any():
-            raise BarrierError(f"the barrier number differs between lanes: {chosen.tolist()}")
-    others = [Split(split.pc, split.mask & (numbers == number), spins=split.spins) for number in chosen[1:]]
-    split.mask = split.mask & (numbers == chosen[0])
-    g.splits.extend(others)
-    return [split, *others]
 
 
 def _uniform(g: Gang, split: Split, values: np.ndarray, what: str) -> int:

@@ -13,7 +13,6 @@ from rose_dist.kernels.cute.attention_results import NOTHING
 from rose_dist.kernels.cute.mxfp4_operands import barrier, next_stage, wait
 from rose_dist.kernels.cute.prefill_feed import KeyFeeder, Stored
 from rose_dist.kernels.cute.prefill_items import Item, Items, extent
-from rose_dist.kernels.cute.prefill_queries import Queries, QueryReader
 from rose_dist.kernels.cute.prefill_weights import hide, powers, raise_tops, scaled
 from rose_dist.kernels.dsl import (
     Float32,
@@ -42,13 +41,26 @@ from rose_dist.kernels.warpgroup_matrix import (
 )
 from rose_dist.kernels.warpgroup_tiling import WARPGROUP
 
-FIRST_TURN = 1
-"""Number of the first warpgroup's block barrier; 0 is all threads'."""
-
 
 @cache
-def launcher(arch: Arch, group: int, tiling: PrefillTiling, rotary: bool) -> jit.Launcher:
-    return jit.load(PrefillAttention(arch, group, tiling, rotary))
+def launcher(arch: Arch, group: int, tiling: PrefillTiling) -> jit.Launcher:
+    return jit.load(PrefillAttention(arch, group, tiling))
+
+
+@dataclass(frozen=True)
+class Queries:
+    """And what becomes of them; traced values, strides in elements."""
+
+    address: Any
+    stride: Any
+    head_stride: Any
+    heads: Any
+    sinks: Any
+    """0 without."""
+    out: Any
+    scale: Any
+    """Of the scores times log2 e, positive."""
+    value_scale: Any
 
 
 @dataclass(frozen=True)
@@ -63,18 +75,12 @@ class PrefillAttention(jit.Kernel):
     group: int
     """Query heads a key head."""
     tiling: PrefillTiling
-    rotary: bool
-    """Queries are yet to be rotated."""
-
-    @property
-    def reader(self) -> QueryReader:
-        return QueryReader(self.tiling, self.group, self.rotary)
 
     @cute.jit
     def __call__(
-        self, q: Int64, q_stride: Int64, q_head_stride: Int64, cos: Int64, sin: Int64, keys: Int64, values: Int64,
-        slot_stride: Int64, head_stride: Int64, slots: Int64, query_starts: Int64, key_starts: Int64, sinks: Int64,
-        out: Int64, shape: Int64, sequences: Int32, heads: Int32, columns: Int32, window: Int32, scale: Float32,
+        self, q: Int64, q_stride: Int64, q_head_stride: Int64, keys: Int64, values: Int64, slot_stride: Int64,
+        head_stride: Int64, slots: Int64, query_starts: Int64, key_starts: Int64, sinks: Int64, out: Int64,
+        shape: Int64, sequences: Int32, heads: Int32, columns: Int32, window: Int32, scale: Float32,
         value_scale: Float32, sms: Int32, stream: Stream,
     ) -> None:  # fmt: skip
         """Strides in elements; heads: of keys; columns: items that the longest sequence has of a key head.
@@ -82,8 +88,8 @@ class PrefillAttention(jit.Kernel):
         arguments are then but the most of both.
         """
         self.kernel(
-            q, q_stride, q_head_stride, cos, sin, keys, values, slot_stride, head_stride, slots, query_starts,
-            key_starts, sinks, out, shape, sequences, heads, columns, window, scale, value_scale,
+            q, q_stride, q_head_stride, keys, values, slot_stride, head_stride, slots, query_starts, key_starts, sinks,
+            out, shape, sequences, heads, columns, window, scale, value_scale,
         ).launch(
             grid=[vector.min_of(sequences * heads * columns, sms), 1, 1], block=[self.tiling.threads, 1, 1],
             smem=self.tiling.shared_bytes, stream=stream, use_pdl=True, min_blocks_per_mp=1,
@@ -92,9 +98,9 @@ class PrefillAttention(jit.Kernel):
 
     @cute.kernel
     def kernel(
-        self, q: Int64, q_stride: Int64, q_head_stride: Int64, cos: Int64, sin: Int64, keys: Int64, values: Int64,
-        slot_stride: Int64, head_stride: Int64, slots: Int64, query_starts: Int64, key_starts: Int64, sinks: Int64,
-        out: Int64, shape: Int64, sequences: Int32, heads: Int32, columns: Int32, window: Int32, scale: Float32,
+        self, q: Int64, q_stride: Int64, q_head_stride: Int64, keys: Int64, values: Int64, slot_stride: Int64,
+        head_stride: Int64, slots: Int64, query_starts: Int64, key_starts: Int64, sinks: Int64, out: Int64,
+        shape: Int64, sequences: Int32, heads: Int32, columns: Int32, window: Int32, scale: Float32,
         value_scale: Float32,
     ) -> None:  # fmt: skip
         tiling = self.tiling
@@ -118,37 +124,27 @@ class PrefillAttention(jit.Kernel):
             KeyFeeder(tiling, self.group).run(shared, stored, items, warp - tiling.warps)
         else:
             cute.arch.setmaxregister_increase(tiling.registers[1])
-            queries = Queries(q, q_stride, q_head_stride, heads * self.group, cos, sin, sinks, out, scale, value_scale)
+            queries = Queries(q, q_stride, q_head_stride, heads * self.group, sinks, out, scale, value_scale)
             self.compute(shared, queries, items, warp)
 
     @cute.jit
     def compute(self, shared: Int32, queries: Queries, items: Items, warp: Int32) -> None:
-        """A computing warp: 16 rows of each item. An item's queries are asked for before the one before is written."""
+        """A computing warp: 16 rows of each item."""
         stage, parity = Int32(0), Int32(0)
-        left = cute.make_rmem_tensor(self.tiling.head_dim // 4, Uint32)
-        left.fill(0)
-        turns = cute.make_rmem_tensor(self.tiling.head_dim // 2, Float32)
-        turns.fill(0.0)
-        self.reader.load(queries, items, Int32(0), warp, left, turns)
-        if const_expr(self.tiling.turns):
-            if warp // WARPGROUP == self.tiling.warpgroups - 1:
-                self.pass_turn()
         for number in range(items.rounds()):
-            item = self.reader.item(items, number)
+            item = items.of(number, self.group, self.tiling.rows, self.tiling.keys)
             if item.tiles > 0:
-                if const_expr(self.rotary):
-                    self.reader.rotate(left, turns)
-                stage, parity = self.attend(shared, queries, items, number, item, warp, left, turns, stage, parity)
-            else:
-                self.reader.load(queries, items, number + 1, warp, left, turns)
+                stage, parity = self.attend(shared, queries, item, items.window, warp, stage, parity)
 
     @cute.jit
     def attend(
-        self, shared: Int32, queries: Queries, items: Items, number: Int32, item: Item, warp: Int32, left: cute.Tensor,
-        turns: cute.Tensor, stage: Int32, parity: Int32,
-    ) -> tuple[Int32, Int32]:  # fmt: skip
-        """An item, whose queries are in `left`, where the next item's are then, yet to be rotated."""
-        tiling, window, rows = self.tiling, items.window, self.reader.rows(item, warp)
+        self, shared: Int32, queries: Queries, item: Item, window: Int32, warp: Int32, stage: Int32, parity: Int32
+    ) -> tuple[Int32, Int32]:
+        """An item. Lane 4g + j of a warp has rows g and g + 8 of its 16."""
+        tiling, first_row = self.tiling, item.row + warp * 16 + cute.arch.thread_idx()[0] % WARP // 4
+        rows = [vector.min_of(first_row + 8 * i, item.rows - 1) for i in range(2)]
+        left = cute.make_rmem_tensor(tiling.head_dim // 4, Uint32)
+        self.load(queries, item, rows, left)
         # Of each row the largest score so far, and this lane's share of the sum of weights.
         tops, sums = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         for i in range_constexpr(2):
@@ -175,10 +171,9 @@ class PrefillAttention(jit.Kernel):
             else:
                 self.step(shared, stage, before, left, weights, result, tops, sums, bounds, first, queries.scale, True)
         self.add_values(shared, stage, weights, result)
-        self.reader.load(queries, items, number + 1, warp, left, turns)
         final = await_sums([result[i] for i in range(tiling.head_dim // 2)])
         self.release(shared, stage)
-        self.write(queries, item, warp, sums, final)
+        self.write(queries, item, first_row, sums, final)
         stage, parity = next_stage(stage, parity, tiling.stages)
         return stage, parity
 
@@ -189,10 +184,8 @@ class PrefillAttention(jit.Kernel):
         hidden: cutlass.Constexpr,
     ) -> None:  # fmt: skip
         """A tile's scores and weights, while the values of the tile before are added."""
-        self.await_turn()
         scores = self.score(shared, stage, left)
         self.add_values(shared, before, weights, result)
-        self.pass_turn()
         scores = await_sums(scores, 1)
         if const_expr(hidden):
             scores = hide(scores, bounds, first)
@@ -204,21 +197,6 @@ class PrefillAttention(jit.Kernel):
             result[i] = value
         self.keep(settled[: len(own)], weights)
 
-    def await_turn(self) -> None:
-        """Until the warpgroup before has started its products of this step: then its powers are computed while this
-        one's products run. All warpgroups have the same steps.
-        """
-        if self.tiling.turns:
-            own = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // (WARPGROUP * WARP))
-            cute.arch.barrier(barrier_id=FIRST_TURN + own, number_of_threads=2 * WARPGROUP * WARP)
-
-    def pass_turn(self) -> None:
-        """It is the next warpgroup's."""
-        if self.tiling.turns:
-            own = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // (WARPGROUP * WARP))
-            following = vector.select(own == self.tiling.warpgroups - 1, Int32(0), own + 1)
-            cute.arch.barrier_arrive(barrier_id=FIRST_TURN + following, number_of_threads=2 * WARPGROUP * WARP)
-
     def weigh(self, scores: Any, scale: Any, tops: Any, sums: Any) -> Any:
         """A tile's weights, and what each row's result so far is to be multiplied by."""
         factors = raise_tops(scores, scale, tops)
@@ -228,6 +206,15 @@ class PrefillAttention(jit.Kernel):
         """Weights as left operands."""
         for i in range(len(own) // 2):
             weights[i] = ptx.to_bf16x2(own[2 * i], own[2 * i + 1])
+
+    def load(self, queries: Any, item: Any, rows: Any, left: Any) -> None:
+        """Left operands: of each 16 dimensions both rows' pair 2j, then both rows' pair 2j + 8."""
+        for i, row in enumerate(rows):
+            token = Int64(item.first_query + row // self.group) * queries.stride
+            head = Int64(item.head * self.group + row % self.group) * queries.head_stride
+            source = queries.address + (token + head + cute.arch.thread_idx()[0] % 4 * 2) * 2
+            for place in range(self.tiling.head_dim // 8):
+                left[2 * place + i] = vector.scalar(source + place * 16, Uint32)[0]
 
     @cute.jit
     def first_terms(self, sinks: Int64, head: Int32) -> tuple[Float32, Float32]:
@@ -290,9 +277,8 @@ class PrefillAttention(jit.Kernel):
         if cute.arch.thread_idx()[0] % WARP == 0:
             cute.arch.mbarrier_arrive(barrier(shared, stage + self.tiling.stages))
 
-    def write(self, queries: Any, item: Any, warp: Any, sums: Any, result: Any) -> None:
+    def write(self, queries: Any, item: Any, first_row: Any, sums: Any, result: Any) -> None:
         """Both rows' results, pairs of dimensions."""
-        first_row = item.row + warp * 16 + cute.arch.thread_idx()[0] % WARP // 4
         head_dim = self.tiling.head_dim
         factors = [queries.value_scale * cute.arch.rcp_approx(vector.group_sum(sums[i], 4)) for i in range(2)]
         values = scaled(result, factors)
