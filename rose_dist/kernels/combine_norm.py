@@ -51,7 +51,7 @@ def combine_norm(
     if tokens:
         from rose_dist.kernels.cute import combine_norm as cute  # noqa: PLC0415 - it loads the compiler
 
-        launcher = cute.launcher(launch.device(out).arch, slots.shape[1], hidden, rows.dtype)
+        launcher = cute.launcher(launch.device(out).arch, slots.shape[1], hidden, rows.dtype, live_rows is not None)
         launch.run(
             launcher, out, rows, rows.stride(0), slots, weights, residual, residual, norm_weight, out, live_rows,
             eps, tokens,

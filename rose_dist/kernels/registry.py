@@ -217,7 +217,8 @@ def _few_rows(arch: Arch) -> Iterator[Kernel]:
     for experts, k, score, _ in ROUTES[:2]:
         for width in (0, 2):
             yield RouteRows.of(arch, hidden, experts, k, score, width)
-    yield CombineNorm(arch, Combine(arch, 4, hidden, torch.bfloat16, torch.bfloat16, None, False, VECTOR_BYTES))
+    combine = Combine(arch, 4, hidden, torch.bfloat16, torch.bfloat16, None, False, VECTOR_BYTES)
+    yield from (CombineNorm(arch, combine, bounded) for bounded in (False, True))
 
 
 def _all_reduces(arch: Arch) -> Iterator[Kernel]:
