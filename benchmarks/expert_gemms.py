@@ -41,10 +41,6 @@ BF16 = {f"bf16 {shape.widths[-1]}": shape for shape in WARPGROUP_SHAPES.variants
 """By the most rows of x that warpgroups multiply at a time."""
 FP8 = {f"fp8 {shape.widths[-1]}": shape for shape in E4M3_SHAPES.variants}
 """As `BF16`."""
-BF16 |= {
-    "bf16 48": replace(WARPGROUP_SHAPES.variants[1], widths=(24, 32, 40, 48), step_columns=5, stages=4, parts=2),
-}
-FP8 |= {"fp8 160 more stages": replace(E4M3_SHAPES.variants[1], step_columns=5, stages=4)}
 KERNELS = (*BF16, *FP8)
 Call = Callable[[Layer], object]
 
