@@ -150,7 +150,6 @@ class Bench:
             self.ours[hidden, "ours"] = reduce = self.all_reduce(hidden)
             self.ours[hidden, "one shot"] = _Fixed(self.all_reduce(hidden, ONE_SHOT_MOST), ONE_SHOT_MOST)
             self.ours[hidden, "two shots"] = _Fixed(reduce, 0)
-            self.ours[hidden, "two shots, 2 blocks an SM"] = _Fixed(reduce, 0, 2)
         self.wide = {
             hidden: comm_all_reduce.create(self.memory, hidden=hidden, dtype=torch.float32, max_rows=max(FUSED_ROWS))
             for hidden, _ in SHAPES
@@ -202,7 +201,7 @@ class Bench:
                 size = x.numel() * 2
                 line: dict[str, Any] = {"rows": rows, "hidden": hidden, "KB": size / 1024}
                 kinds = ["ours", *(["one shot"] if size <= ONE_SHOT_MOST else [])]
-                kinds += ["two shots", "two shots, 2 blocks an SM"] if size >= 1 << 19 else []
+                kinds += ["two shots"] if size >= 1 << 19 else []
                 for kind in kinds:
                     line[f"{kind} us"] = self.time(functools.partial(self.ours[hidden, kind], x, out))
                 calls = peers.calls(x)
@@ -307,18 +306,16 @@ class Bench:
 
 
 class _Fixed:
-    """An `AllReduce` that makes one shot of up to `most` bytes, two shots with `per_sm` blocks an SM."""
+    """An `AllReduce` that makes one shot of up to `most` bytes."""
 
-    def __init__(self, reduce: AllReduce, most: int, per_sm: int = 1) -> None:
-        self.reduce, self._most, self._per_sm = reduce, most, per_sm
+    def __init__(self, reduce: AllReduce, most: int) -> None:
+        self.reduce, self._most = reduce, most
         self.check, self.sizes = reduce.check, reduce.sizes
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         usual = kernels_all_reduce.ONE_SHOT_BYTES
         kernels_all_reduce.ONE_SHOT_BYTES = usual | {self.sizes.ranks: self._most}
-        self.reduce.per_sm = self._per_sm
         try:
             return self.reduce(x, out)
         finally:
-            self.reduce.per_sm = 1
             kernels_all_reduce.ONE_SHOT_BYTES = usual

@@ -136,8 +136,6 @@ class AllReduce:
         from rose_dist.kernels import sync  # noqa: PLC0415 - it loads the compiler
 
         self.sizes, self.rank = sizes, rank
-        self.per_sm = 1
-        """Blocks of two shots that an SM has."""
         self.report = sync.WaitReport(STAGES)
         self._state = torch.empty(1, dtype=torch.int64, device=device).zero_()
         self._arch = launch.device(self._state).arch
@@ -298,10 +296,10 @@ class AllReduce:
         )  # fmt: skip
 
     def _two_shot(self, x: Tensor, out: Tensor, rows: int, live_rows: Tensor | None) -> None:
-        kernel = two_shot(self._arch, self.sizes, x.dtype, self.per_sm)
+        kernel = two_shot(self._arch, self.sizes, x.dtype)
         row_vectors = self.sizes.hidden * x.element_size() // 16
         share = -(-rows * row_vectors // self.sizes.ranks)
-        blocks = max(1, min(self.per_sm * self.sizes.sms, MAX_BLOCKS, -(-share // kernel.threads)))
+        blocks = max(1, min(self.sizes.sms, MAX_BLOCKS, -(-share // kernel.threads)))
         rounds = max(1, min(MAX_ROUNDS, share * 16 // blocks // ROUND_BYTES))
         launch.run(
             _load(kernel), out, x, live_rows, out, row_vectors, *self._regions, self.sizes.slice_bytes, *self._tail,

@@ -49,11 +49,11 @@ def combine_norm(
     return CombineReduceNorm(arch, shot) if tokens * parts <= sizes.sms and shot.turns == 1 else None
 
 
-def two_shot(arch: Arch, sizes: Sizes, dtype: torch.dtype, per_sm: int = 1) -> TwoShot:
+def two_shot(arch: Arch, sizes: Sizes, dtype: torch.dtype) -> TwoShot:
     """For many rows, of `dtype`."""
     from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot  # noqa: PLC0415 - it loads the compiler
 
-    return TwoShot.of(arch, sizes.ranks, dtype, per_sm)
+    return TwoShot.of(arch, sizes.ranks, dtype)
 
 
 def gather_columns(arch: Arch, sizes: Sizes) -> GatherColumns:

@@ -44,8 +44,6 @@ class TwoShot(jit.Kernel):
     ranks: int
     dtype: torch.dtype
     threads: int
-    per_sm: int = 1
-    """Blocks that an SM has."""
 
     @property
     def count(self) -> int:
@@ -53,9 +51,9 @@ class TwoShot(jit.Kernel):
         return VECTOR_BYTES // self.dtype.itemsize
 
     @classmethod
-    def of(cls, arch: Arch, ranks: int, dtype: torch.dtype, per_sm: int = 1) -> TwoShot:
+    def of(cls, arch: Arch, ranks: int, dtype: torch.dtype) -> TwoShot:
         """With as many threads as an SM has registers for, each of which holds vectors of all ranks."""
-        return cls(arch, ranks, dtype, (512 if ranks <= 4 else 384) // per_sm, per_sm)
+        return cls(arch, ranks, dtype, 512 if ranks <= 4 else 384)
 
     @cute.jit
     def __call__(
@@ -72,7 +70,7 @@ class TwoShot(jit.Kernel):
             report, limit_ns, rank, rows, rounds,
         ).launch(
             grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True,
-            min_blocks_per_mp=self.per_sm, preferred_smem_carveout=100,
+            min_blocks_per_mp=1, preferred_smem_carveout=100,
         )  # fmt: skip
 
     @cute.kernel
