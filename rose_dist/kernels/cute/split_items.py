@@ -122,9 +122,9 @@ def _first_part(
     while first < requests:
         total += cute.arch.warp_redux_sync(_tiles_of_lane(batch, first + lane), "add")
         first += WARP
-    share = _share(total, cute.arch.grid_dim()[0] // groups)
-    begin = cute.arch.block_idx()[0] // groups * share
-    end = begin + share
+    runs = _runs(vector.max_of(live, Int32(1)), cute.arch.grid_dim()[0] // groups)
+    team = cute.arch.block_idx()[0] // groups
+    begin, end = _border(total, runs, team), _border(total, runs, team + 1)
     # 32 requests at a time, a lane for each.
     request, length, before, first = Int32(-1), Int32(0), Int32(0), Int32(0)
     while (first < requests) & (request < 0):
@@ -151,17 +151,24 @@ def _from(batch: Batch, request: Any, length: Any, place: Any, begin: Any, end: 
     return after(batch, batch.part(request, length, split, place, Int32(0)), end)
 
 
-def _share(tiles: Any, blocks: Any) -> Any:
-    """Tiles a run: up to a sixteenth more than an equal share, so that it is a round number.
-
-    With lengths that are round themselves runs then end where requests end, or halves of them, and less is merged
-    through memory. The last blocks may get nothing; the others have enough under way for all.
+def _runs(live: Any, teams: Any) -> Any:
+    """Into how many runs the line is cut: one a team, or up to a sixteenth fewer so that requests of one length have
+    whole runs, or runs whole requests. Less is then merged through memory.
     """
-    share = (tiles + blocks - 1) // blocks
-    unit = Int32(MIN_TILES)
-    for larger in (16, 32, 64, 128, 256, 512):
-        unit = vector.select(share >= 16 * larger, Int32(larger), unit)
-    return (share + unit - 1) // unit * unit
+    each = _divide(live + teams - 1, teams)
+    even = vector.select(live < teams, _divide(teams, live) * live, _divide(live, each))
+    return vector.select(even * 16 >= teams * 15, even, teams)
+
+
+def _border(tiles: Any, runs: Any, run: Any) -> Any:
+    """Where a run begins of `runs` of equal length; from the last one's end on behind the line."""
+    each = _divide(tiles, runs)
+    return run * each + _divide(run * (tiles - each * runs), runs)
+
+
+def _divide(value: Any, by: Any) -> Any:
+    """Neither is negative."""
+    return Int32(Uint32(value) // Uint32(by))
 
 
 def _tiles_of_lane(batch: Batch, request: Any) -> Any:
