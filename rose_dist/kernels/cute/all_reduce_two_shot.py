@@ -53,7 +53,7 @@ class TwoShot(jit.Kernel):
     @classmethod
     def of(cls, arch: Arch, ranks: int, dtype: torch.dtype) -> TwoShot:
         """With as many threads as an SM has registers for, each of which holds vectors of all ranks."""
-        return cls(arch, ranks, dtype, 512 if ranks <= 4 else 384)
+        return cls(arch, ranks, dtype, threads=512 if ranks <= 4 else 384)
 
     @cute.jit
     def __call__(
@@ -69,8 +69,8 @@ class TwoShot(jit.Kernel):
             x, live_rows, out, row_vectors, peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7, slice_bytes, state,
             report, limit_ns, rank, rows, rounds,
         ).launch(
-            grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True,
-            min_blocks_per_mp=1, preferred_smem_carveout=100,
+            grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1,
+            preferred_smem_carveout=100,
         )  # fmt: skip
 
     @cute.kernel
