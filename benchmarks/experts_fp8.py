@@ -1,8 +1,8 @@
 """FP8 experts by DeepGEMM, kernel by kernel, and whole MoE blocks in FP8 and in MXFP4; part of `benchmarks.experts`.
 
-A block is the engine's own: router, quantisation, dispatch, experts, combine. Weights and tokens are random, which
-spreads tokens over the experts about evenly. The first call of a shape waits for DeepGEMM to compile its kernel. A
-failed check ends the run.
+A block is the engine's own: router, quantisation, dispatch, experts, combine, residual and norm. Weights and tokens are
+random, which spreads tokens over the experts about evenly. The first call of a shape waits for DeepGEMM to compile its
+kernel. A failed check ends the run.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from rose_dist.layers.expert_map import ExpertMap
 from rose_dist.layers.expert_matrices import Fp8Matrix, MoeWeights
 from rose_dist.layers.experts import Experts, ExpertShare
 from rose_dist.layers.moe import MoE
+from rose_dist.layers.norm import RMSNorm
 from rose_dist.models.gpt_oss import fp8_exchange
 from rose_dist.models.random_weights import fill_randomly
 
@@ -121,6 +122,10 @@ def rows(model: str, experts: int, numbers: Sequence[int], rate: float) -> Itera
         torch.manual_seed(tokens)
         error = check(kept[0], tokens)
         x = torch.randn(tokens, HIDDEN, device=DEVICE).bfloat16()
+        residual = torch.zeros_like(x)
+        with DEVICE:
+            norm = RMSNorm(HIDDEN, 1e-5, torch.bfloat16)
+        norm.weight.data.fill_(1.0)
         given = Dispatched(kept[0], tokens)
         touched = int((given.rows.counts > 0).sum())
         first, second, activation = kernels(given)
@@ -128,8 +133,8 @@ def rows(model: str, experts: int, numbers: Sequence[int], rate: float) -> Itera
             "FP8 first us": per_layer(kept, lambda block, call=first: call(block.experts)),
             "activation us": per_layer(kept, lambda block, call=activation: call(block.experts)),
             "FP8 second us": per_layer(kept, lambda block, call=second: call(block.experts)),
-            "FP8 block us": per_layer(kept, lambda block, x=x: block(x)),
-            "MXFP4 block us": per_layer(packed, lambda block, x=x: block(x)),
+            "FP8 block us": per_layer(kept, lambda block, x=x, r=residual, n=norm: block.add(x, r, n)),
+            "MXFP4 block us": per_layer(packed, lambda block, x=x, r=residual, n=norm: block.add(x, r, n)),
         }
         products = us["FP8 first us"] + us["FP8 second us"]
         yield {

@@ -162,8 +162,8 @@ _OPTIONS = (
         "--prefill-graphs/--no-prefill-graphs",
         default=True,
         show_default=True,
-        help="With one GPU a replica, capture steps with up to 4,096 tokens of prompts too, all but attention, as "
-        "CUDA graphs.",
+        help="With one GPU a replica, capture steps with up to 4,096 tokens of prompts too as CUDA graphs: all but "
+        "attention, on Hopper that as well.",
     ),
     click.option(
         "--redundant-experts",
@@ -229,8 +229,11 @@ def expert_ranks(options: EngineOptions, config: EngineConfig, ranks: int) -> in
     one of them may have all, but of halves both have as many. Nothing says that yet for prompts in FP8, nor for FP8
     experts, and copies of experts are for ranks that hold whole ones.
     """
+    from rose_dist.comm.layout import Layout  # noqa: PLC0415  imports MPI
+
     halves = config.moe_weights == "mxfp4" and config.moe_activations == "bf16" and not config.redundant_experts
-    if options.ep is None and options.tp == ranks == 2 and config.device.type == "cuda" and halves:
+    tp = Layout.of(ranks, options.tp, options.dp).tp
+    if options.ep is None and tp == ranks == 2 and config.device.type == "cuda" and halves:
         return 1
     return options.ep
 

@@ -25,5 +25,5 @@ def create(memory: SymmetricMemory, *, hidden: int, dtype: torch.dtype, max_rows
 
 
 def region_bytes(ranks: int, *, hidden: int, dtype: torch.dtype, max_rows: int) -> int:
-    """What `create` takes of the memory."""
-    return Sizes(ranks, hidden, dtype, max_rows, sms=1).region_bytes
+    """What `create` takes of the memory at most, whatever the number of SMs."""
+    return Sizes(ranks, hidden, dtype, max_rows, sms=max_rows).region_bytes

@@ -36,6 +36,8 @@ class ChunkArrays:
         """None where some sequence computes but one token, which other kernels serve, and where there is no room."""
         if single_tokens(sequences) or len(sequences) > MOST_SEQUENCES:
             return None
+        if any(sum(s.end - first_key(s, group.window) for s in sequences) > MOST_KEYS for group in groups):
+            return None
         queries = [len(sequence.tokens) for sequence in sequences]
         starts = np.zeros((2 + len(groups), _LINE), np.int32)
         starts[0, :2] = len(sequences), max(queries)
@@ -48,7 +50,7 @@ class ChunkArrays:
             ]
             starts[2 + number, 1 : 1 + len(sequences)] = np.cumsum([len(part) for part in parts])
             slots.append(np.concatenate(parts))
-        return None if max(map(len, slots)) > MOST_KEYS else cls(starts, slots)
+        return cls(starts, slots)
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,8 @@ class EngineConfig:
     rail_forwarding: between nodes, send a row of an expert once to each node, where it is passed on.
     ladder: sizes of decode batches with inputs of their own on the device, on a GPU captured as graphs; empty: every
         step brings its inputs along.
-    prefill_ladder: token counts of other steps for which a GPU captures all but attention as graphs, where a replica
-        has one GPU; empty: none.
+    prefill_ladder: token counts of other steps for which a GPU captures graphs, where a replica has one GPU: of all but
+        attention, on Hopper with it where a step has prompts alone; empty: none.
     overlap: plan and launch a step before the tokens of the one before are read.
     """
 

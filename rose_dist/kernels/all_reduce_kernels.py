@@ -46,7 +46,8 @@ def combine_norm(
 
     parts = sizes.parts(tokens, torch.float32)
     shot = combined(arch, sizes, dtype, top_k, sizes.dtype, parts, accumulate=True)
-    return CombineReduceNorm(arch, shot) if tokens * parts <= sizes.sms and shot.turns == 1 else None
+    fits = tokens <= sizes.combine_rows and tokens * parts <= sizes.sms and shot.turns == 1
+    return CombineReduceNorm(arch, shot) if fits else None
 
 
 def two_shot(arch: Arch, sizes: Sizes, dtype: torch.dtype) -> TwoShot:
@@ -85,9 +86,13 @@ def combine_kernels(
 ) -> list[jit.Kernel]:
     """All that its combines of rows of `dtype` need, also with a bias of that dtype if `bias`, each once."""
     parts = {sizes.parts(tokens, torch.float32) for tokens in range(1, sizes.combine_rows + 1)}
-    return [
+    kernels: list[jit.Kernel] = [
         combined(arch, sizes, dtype, top_k, out_dtype, part, accumulate=accumulate, bias=bias_dtype)
         for part in sorted(parts)
         for accumulate in (False, True)
         for bias_dtype in ((None, dtype) if bias else (None,))
     ]
+    if not bias and dtype is out_dtype is sizes.dtype:
+        ends = (combine_norm(arch, sizes, dtype, top_k, tokens) for tokens in range(1, sizes.combine_rows + 1))
+        kernels += dict.fromkeys(kernel for kernel in ends if kernel is not None)
+    return kernels

@@ -81,6 +81,8 @@ class NetworkLayout(MemoryAreas):
         return self.exchange.node_ranks > 0
 
     def __post_init__(self) -> None:
+        if self.sums and self.members < 2:
+            raise checks.fail("members", f"is {self.members}; sums by node need several ranks a node")
         if self.sums and self.exchange.node_ranks != self.members:
             raise checks.fail("members", f"is {self.members}, and {self.exchange.node_ranks} ranks add up results")
         if self.members < 1 or self.exchange.ranks % self.members:

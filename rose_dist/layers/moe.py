@@ -59,7 +59,7 @@ class MoE(nn.Module):
             self._listed(dispatched, routing), dispatched.groups,
         )  # fmt: skip
         expert_out = self.experts(dispatched.x, rows, dispatched.scales)
-        if self.exchange.packs_only:
+        if self.exchange.packs_only and takes_rows(self.hidden, x.dtype):
             return self.exchange.combine_norm(expert_out, dispatched, residual, after.weight, after.eps), residual
         out = torch.empty_like(x)
         self.exchange.combine(expert_out, dispatched, out=out, bias=self.experts.late_bias)
@@ -90,7 +90,7 @@ class MoE(nn.Module):
     ) -> Tensor:
         """Add the block's results for norm(x) to `x`, in place; returns after(x).
 
-        x: [tokens, hidden], up to `MAX_ROWS` tokens. As `forward` between the norms' own launches, in two besides the
+        x: [tokens, hidden], up to `MAX_ROWS` tokens. As `add` behind the norm before it, in two besides the
         experts', three or more with several ranks. ahead: the weights that are read next.
         """
         router, expert_map = self.router, self.expert_map
@@ -104,9 +104,7 @@ class MoE(nn.Module):
             return Routing(routed.ids, routed.weights)
 
         dispatched = self.exchange.dispatch_packed(x.shape[0], pack)
-        # Only these tokens' rows are here, and a token names an expert once.
-        most = min(x.shape[0], self._most_rows(x.shape[0]))
-        rows = ExpertRows(dispatched.counts, dispatched.offsets, most)
+        rows = ExpertRows(dispatched.counts, dispatched.offsets, self._most_rows(x.shape[0]))
         expert_out = self.experts(dispatched.x, rows, ahead=ahead)
         return self.exchange.combine_norm(expert_out, dispatched, x, after.weight, after.eps)
 

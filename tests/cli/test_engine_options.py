@@ -10,21 +10,21 @@ import torch
 
 from rose_dist.cli.engine_options import expert_ranks
 
-PLAIN = {"tp": 2, "ep": None, "device": "cuda", "weights": "mxfp4", "rows": "bf16", "copies": 0, "ranks": 2}
+PLAIN = {"tp": 2, "dp": None, "ep": None, "device": "cuda", "weights": "mxfp4", "rows": "bf16", "copies": 0, "ranks": 2}
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({}, 1), ({"ep": 2}, 2), ({"tp": None}, None), ({"tp": 1}, None), ({"ranks": 4}, None),
-        ({"tp": 4, "ranks": 4}, None), ({"device": "cpu"}, None), ({"weights": "fp8"}, None), ({"rows": "fp8"}, None),
-        ({"copies": 2}, None),
+        ({}, 1), ({"ep": 2}, 2), ({"tp": None}, None), ({"tp": None, "dp": 1}, 1), ({"tp": 1}, None),
+        ({"ranks": 4}, None), ({"tp": 4, "ranks": 4}, None), ({"device": "cpu"}, None),
+        ({"weights": "fp8"}, None), ({"rows": "fp8"}, None), ({"copies": 2}, None),
     ],
     ids=str,
 )  # fmt: skip
 def test_two_gpus_hold_half_of_every_expert(change: dict[str, Any], expected: int | None) -> None:
     case: Any = SimpleNamespace(**PLAIN | change)
-    options = SimpleNamespace(tp=case.tp, ep=case.ep)
+    options = SimpleNamespace(tp=case.tp, dp=case.dp, ep=case.ep)
     config = SimpleNamespace(
         device=torch.device(case.device), moe_weights=case.weights, moe_activations=case.rows,
         redundant_experts=case.copies,

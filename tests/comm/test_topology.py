@@ -85,7 +85,7 @@ def test_rails_join_ranks_of_the_same_place(names: str, allowed: bool) -> None:
     ("nodes", "top_k", "rails", "pays"),
     [
         ("aa", 2, False, True), ("aa", 1, False, False), ("aabb", 4, False, False), ("aabb", 4, True, True),
-        ("aabb", 1, True, False), ("aaaa", 3, True, False),
+        ("aabb", 1, True, False), ("aaaa", 3, True, False), ("abcd", 4, True, False),
     ],
 )  # fmt: skip
 def test_sums_pay_where_a_rank_or_a_node_has_a_row_of_a_token(nodes: str, top_k: int, rails: bool, pays: bool) -> None:

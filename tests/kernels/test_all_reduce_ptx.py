@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 pytest.importorskip("cutlass")
 
 from rose_dist.kernels import binary, registry
+from rose_dist.kernels.all_reduce import Sizes
+from rose_dist.kernels.all_reduce_kernels import combine_kernels, combine_norm
 from rose_dist.kernels.arch import ARCHS
 from rose_dist.kernels.cute.all_reduce_norm import CombineReduceNorm
 from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
 from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
 from rose_dist.kernels.jit import Binary
+from rose_dist.kernels.peer_regions import PACKET_BYTES
 from tests.kernels.binaries import Binaries
 
 
@@ -61,3 +65,19 @@ def test_nothing_spills(binaries: list[Binary]) -> None:
     for compiled in binaries:
         assert binary.facts(compiled).stack_bytes == 0, compiled.kernel.label
         assert ".local" not in compiled.ptx, compiled.kernel.label
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(("hidden", "top_k"), [(2880, 4), (7168, 8)])
+def test_ends_of_layers_fit_into_inboxes_and_are_loaded_beforehand(ranks: int, hidden: int, top_k: int) -> None:
+    arch, dtype = ARCHS["sm_90a"], torch.bfloat16
+    sizes = Sizes(ranks, hidden, dtype, 8192, 132)
+    loaded = combine_kernels(arch, sizes, dtype, top_k, dtype)
+    served = 0
+    for tokens in range(1, 140):
+        kernel = combine_norm(arch, sizes, dtype, top_k, tokens)
+        if kernel is not None:
+            served += 1
+            assert tokens * kernel.blocks * kernel.shot.part_packets * PACKET_BYTES <= sizes.source_bytes
+            assert kernel in loaded
+    assert served >= min(8, sizes.combine_rows)

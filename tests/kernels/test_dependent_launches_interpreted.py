@@ -17,7 +17,7 @@ from rose_dist.kernels.mxfp4_experts import ExpertLayer
 from rose_dist.kernels.rms_norm import add_rms_norm, rms_norm
 from rose_dist.kernels.variants import Ranges
 from tests.kernels import emulation
-from tests.kernels.test_mxfp4_experts import LIMIT, Layer
+from tests.kernels.expert_layer import LIMIT, Layer
 from tests.ptx.errors import PtxError
 from tests.ptx.launch import Launch
 from tests.ptx.weaken import weakenings

@@ -44,14 +44,15 @@ def create(
 
 def sums_pay(config: AllToAllConfig, groups: Groups) -> bool:
     """Whether `config.partial_sums` should be set: where rows travel over NVLink alone, and a rank gets one row of a
-    token or more on average; with rail forwarding, where a node does. A quarter of the bytes of combine or more are
-    then saved.
+    token or more on average; with rail forwarding, where a node of several ranks does. A quarter of the bytes of
+    combine or more are then saved.
     """
     if groups.layout.moe_mode != "data_parallel":
         return False
     if groups.topology.one_domain:
         return config.top_k >= groups.ep.size
-    return config.rail_forwarding and config.top_k >= groups.topology.node_count
+    nodes = groups.topology.node_count
+    return config.rail_forwarding and nodes < groups.ep.size and config.top_k >= nodes
 
 
 def _between_nodes(config: AllToAllConfig, groups: Groups, gpu: GpuOptions | None) -> str:

@@ -203,7 +203,9 @@ class Arrivals:
         """`by_turns` without this rank's own units. Blocks that take every n-th item of `by_turns` would have other
         numbers of own ones, for even n and two ranks all or none."""
         others = self.layout.ranks - 1
-        source, number = (rank + 1 + item % others) % self.layout.ranks, item // others
+        # A number of blocks that is a multiple of `others` must not tie a block to one source.
+        number = item // others
+        source = (rank + 1 + (item + number) % others) % self.layout.ranks
         return source, number, Boolean(number < self.units(headers, forms, source))
 
     def by_turns(self, headers: Any, forms: tuple[int, ...], item: Any, rank: Any) -> Any:
