@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -183,16 +184,22 @@ def ordering(program: Any) -> Iterator[Weakening]:
             yield weakening
 
 
-def caught(build: Callable[[], tuple[Job, list[Echo]]], change: Callable[[Launch], Launch], seeds: int) -> bool:
+Build = Callable[[pytest.MonkeyPatch], tuple[Job, list[Echo]]]
+
+
+def caught(build: Build, change: Callable[[Launch], Launch], seeds: int) -> bool:
     for seed in range(seeds):
-        job, echoes = build()
-        job.cluster.peers.change = change
-        try:
-            job.cluster.peers.run(seed=seed)
-        except PtxError:
-            return True
-        if not all(echo.right() for echo in echoes):
-            return True
+        # Patches keep what they have replaced, and jobs are rings: one test's would take 10 GB.
+        gc.collect()
+        with pytest.MonkeyPatch.context() as patch:
+            job, echoes = build(patch)
+            job.cluster.peers.change = change
+            try:
+                job.cluster.peers.run(seed=seed)
+            except PtxError:
+                return True
+            if not all(echo.right() for echo in echoes):
+                return True
     return False
 
 
@@ -219,11 +226,11 @@ at both ends, each in its order and in its scope."""
 def test_every_weakened_flag_is_caught(form: str, calls: Any, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     choose_form(form, monkeypatch)
 
-    def build() -> tuple[Job, list[Echo]]:
-        job = Job(case, 2, monkeypatch)
+    def build(patch: pytest.MonkeyPatch) -> tuple[Job, list[Echo]]:
+        job = Job(case, 2, patch)
         return job, calls(job, (3,), 2)
 
-    job, echoes = build()
+    job, echoes = build(monkeypatch)
     programs: dict[str, Any] = {}
     for launches in job.cluster.peers._launches:
         for launch in launches:
@@ -250,11 +257,11 @@ def test_what_is_not_awaited_is_caught(waits: tuple[str, ...], case: Case, monke
     """Numbers of pairs, by the blocks that send and those that take; rows that are under way by bulk copies."""
     plain_rows_from(2, monkeypatch)
 
-    def build() -> tuple[Job, list[Echo]]:
-        job = Job(case, 2, monkeypatch)
+    def build(patch: pytest.MonkeyPatch) -> tuple[Job, list[Echo]]:
+        job = Job(case, 2, patch)
         return job, chain(job, (3,), 2)
 
-    job, _ = build()
+    job, _ = build(monkeypatch)
     rows = next(one for one in job.cluster.peers._launches[0] if "DispatchRows" in one.program.kernel.name)
     lines = [one.line for one in rows.program.kernel.instructions if one.parts[: len(waits)] == waits]
     # Of many waits for copies none may matter alone.
@@ -268,8 +275,8 @@ def test_what_is_not_awaited_is_caught(waits: tuple[str, ...], case: Case, monke
 
 @pytest.mark.parametrize("kind", ["st", "ld"])
 def test_too_small_a_scope_of_packets_is_a_race(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def build() -> tuple[Job, list[Echo]]:
-        job = Job(CASE, 2, monkeypatch)
+    def build(patch: pytest.MonkeyPatch) -> tuple[Job, list[Echo]]:
+        job = Job(CASE, 2, patch)
         job.cluster.peers.weaken = (f"{kind}.relaxed.sys.global.v4", f"{kind}.relaxed.gpu.global.v4")
         return job, chain(job, (3,), 1)
 
