@@ -92,6 +92,13 @@ class Server:
             page = answer.read().decode()
         return sum(float(value) for value in re.findall(rf"^rose:{name}(?:{{[^}}]*}})? (\S+)$", page, re.MULTILINE))
 
+    def wait_above(self, name: str, value: float, seconds: float = 60) -> None:
+        """What engines tell of their experts comes some time after the answers."""
+        deadline = time.monotonic() + seconds
+        while self.metric(name) <= value:
+            assert time.monotonic() < deadline, f"rose:{name} is {self.metric(name)}, not above {value}"
+            time.sleep(0.1)
+
     def wait_for(self, name: str, value: float, seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
         while self.metric(name) != value:
