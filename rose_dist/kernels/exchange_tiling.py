@@ -18,9 +18,9 @@ PARTS = Ranges((0, 13, 51), (128, 512, 1024))
 """Most packets of a record that a block takes at a time, by tokens for every 100 SMs: with few tokens a record is
 spread over several blocks. At 1,024 a part takes 12 KB of shared memory."""
 
-PUSHERS, RESULT_PUSHERS, SUM_PUSHERS = 1 / 3, 1 / 3, 1 / 2
-"""Of the blocks of a launch that sends plain rows and takes them, the share that sends: of a dispatch, of a combine, of
-one with `partial_sums`, whose senders read as much as the others. Other shares: `benchmarks.exchange`, `prefill`."""
+PUSHERS, SUM_PUSHERS = 1 / 3, 1 / 2
+"""Of the blocks of a launch that sends plain rows and takes them, the share that sends; the latter of a combine with
+`partial_sums`, whose senders read as much as the others. Other shares: `benchmarks.exchange`, `prefill`."""
 
 
 @dataclass(frozen=True)

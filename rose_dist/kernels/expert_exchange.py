@@ -21,7 +21,6 @@ from rose_dist.kernels.exchange_sizes import HEADER_WORDS
 from rose_dist.kernels.exchange_tiling import (
     PARTS,
     PUSHERS,
-    RESULT_PUSHERS,
     SUM_PUSHERS,
     PacketTiling,
     record_tiling,
@@ -105,7 +104,7 @@ class ExpertExchange:
         self._state = torch.empty(5, dtype=torch.int64, device=device).zero_()
         self._arch = launch.device(self._state).arch
         self._sms = sms
-        shares = (PUSHERS, SUM_PUSHERS if layout.partial_sums else RESULT_PUSHERS)
+        shares = (PUSHERS, SUM_PUSHERS if layout.partial_sums else PUSHERS)
         self.pushers = (max(1, int(sms * shares[0])), max(1, int(sms * shares[1])))
         """Blocks that send plain rows in a dispatch and in a combine, fewer than SMs."""
         self._peers = torch.empty(layout.ranks, dtype=torch.int64, device=device)
