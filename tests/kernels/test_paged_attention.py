@@ -22,13 +22,18 @@ from tests.kernels.paged_cache import BLOCK, NAN, Cache, assert_close, attend, c
 def whole(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether blocks take whole tokens, as for many requests, where the number of key heads is even."""
     if request.param:
-        take_whole_tokens(request.getfixturevalue("gpu"), monkeypatch)
+        if "gpu" in request.fixturenames:
+            leave_blackwell(request.getfixturevalue("gpu"))
+        take_whole_tokens(monkeypatch)
     return bool(request.param)
 
 
-def take_whole_tokens(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def leave_blackwell(gpu: Any) -> None:
     if gpu.info.arch.blackwell and not gpu.real:
         pytest.skip("takes minutes; the code is Hopper's, and test_registry compiles it")
+
+
+def take_whole_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WHOLE_TOKENS", "WHOLE_TOKENS_OF_SHORT_WINDOWS"):
         monkeypatch.setattr(attention_tiling, name, 0)
 
@@ -99,8 +104,9 @@ def test_whole_tokens_have_the_same_bits(
     cache = Cache.filled([270, 0, 1, 33], key_heads, head_dim, window=window, dtype=dtype)
     q, sinks = torch.randn(4, query_heads, head_dim).bfloat16(), torch.randn(query_heads)
     options = {"sinks": sinks, "key_scale": 2.0, "value_scale": 0.5, "scale": 0.1}
+    leave_blackwell(gpu)
     by_heads = attend(gpu, q, cache, **options)
-    take_whole_tokens(gpu, monkeypatch)
+    take_whole_tokens(monkeypatch)
     assert torch.equal(attend(gpu, q, cache, **options), by_heads)
     for row in range(4):
         wanted = exact(q, cache, row, 0.2, sinks) * 0.5
@@ -109,8 +115,9 @@ def test_whole_tokens_have_the_same_bits(
 
 def test_more_tiles_than_a_warp_looks_up_at_once(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of 130 tiles: a feeding warp looks up 128."""
+    leave_blackwell(gpu)
     monkeypatch.setattr(attention_tiling, "MOST_SPLITS", 1)
-    take_whole_tokens(gpu, monkeypatch)
+    take_whole_tokens(monkeypatch)
     check(gpu, [130 * 16 - 3], (2, 2, 64), context=1 << 12)
 
 
