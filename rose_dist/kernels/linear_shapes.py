@@ -66,6 +66,13 @@ def resident_beside(inputs: int) -> ResidentShape:
     return ResidentShape(warps, held=runs // warps * 2 // 5, per_sm=2)
 
 
+def resident_handing(inputs: int) -> ResidentShape:
+    """The same sums for a layer whose blocks must leave an SM's registers to one of the experts': all weights go to
+    shared memory, where one row leaves room for them.
+    """
+    return ResidentShape(_warps(inputs // LINEAR_COLUMNS), held=0, per_sm=4)
+
+
 def _warps(runs: int) -> int:
     """The largest divisor."""
     return next(n for n in range(min(runs, RESIDENT_WARPS), 0, -1) if runs % n == 0)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rose_dist.kernels import checks, launch
 from rose_dist.kernels.expert_slots import COMPACT, PackedLayout
+from rose_dist.kernels.handover import Handover
 from rose_dist.kernels.jit import Launcher
 from rose_dist.kernels.layer_meeting import LIMIT_NS, meeting
 from rose_dist.kernels.mxfp4 import BLOCK, dequantize_mxfp4
@@ -46,6 +47,8 @@ class ExpertRows:
     """The rows that are somebody's, one by one, where the dispatch has a list of them."""
     groups: GroupedRows | None = None
     """The rows, in place of those packed, where the dispatch has them so."""
+    handover: Handover | None = None
+    """The row of a single token, with its experts, in place of those packed and of counts and offsets."""
 
     @cached_property
     def ends(self) -> Tensor:
@@ -104,6 +107,8 @@ def expert_mlp(
     columns are shared out alike; it brings `ahead`, dense weights that a later launch reads, into L2.
     """
     shape = _few_rows_shape(x, gate_up.weight, rows)
+    if rows.handover is not None and (shape is None or shape.rows != 1 or gate_up.weight.columns != down.weight.columns):
+        raise checks.fail("rows.handover", "is for one row an expert, and layers of the same columns")
     many = rows.groups is not None or shape is None
     if x.is_cuda and x.shape[0] > 0 and many and launch.device(x).arch.hopper:
         return _mlp_of_groups(x, gate_up, down, rows, alpha=alpha, limit=limit)
@@ -221,9 +226,11 @@ def launch_both(
 
     device, place = launch.device(x), meeting(x.device)
     tiles = (gate_up.weight.data.shape[1], down.weight.data.shape[1])
-    launcher = cute.launcher(device.arch, gate_up.weight.experts, tiles, tiling, gated=True)
+    handed = rows.handover is not None
+    launcher = cute.launcher(device.arch, gate_up.weight.experts, tiles, tiling, gated=True, handed=handed)
     launch.run(
-        launcher, x, gate_up.weight.data, gate_up.weight.rescale, gate_up.bias, x, rows.counts, rows.offsets, h,
+        launcher, x, gate_up.weight.data, gate_up.weight.rescale, gate_up.bias,
+        x if rows.handover is None else rows.handover.memory, rows.counts, rows.offsets, h,
         down.weight.data, down.weight.rescale, down.bias, out, place.counter, place.report.address, LIMIT_NS, ahead,
         0 if ahead is None else ahead.nbytes, alpha, limit, device.sms,
     )  # fmt: skip

@@ -179,6 +179,8 @@ def _mxfp4_experts(arch: Arch) -> Iterator[Kernel]:
     for shape in EXPERT_SHAPES.variants:
         both = (hidden // BLOCK, intermediate // BLOCK)
         yield ExpertLinear(arch, experts, tiles, stream(shape, both, TILE_BYTES), gated=True)
+        if shape.rows == 1:
+            yield ExpertLinear(arch, experts, tiles, stream(shape, both, TILE_BYTES), gated=True, handed=True)
         yield ExpertLinear(arch, experts, tiles[:1], stream(shape, both[:1], TILE_BYTES), gated=True)
         yield ExpertLinear(arch, experts, tiles[1:], stream(shape, both[1:], TILE_BYTES), gated=False)
         # Two ranks' halves of each expert.
@@ -216,7 +218,8 @@ def _few_rows(arch: Arch) -> Iterator[Kernel]:
     yield LinearAdd(arch, ResidentWeights(attended, resident(attended)))
     for experts, k, score, _ in ROUTES[:2]:
         for width in (0, 2):
-            yield RouteRows.of(arch, hidden, experts, k, score, width)
+            for hands_over in (False, True):
+                yield RouteRows.of(arch, hidden, experts, k, score, width, hands_over=hands_over)
     combine = Combine(arch, 4, hidden, torch.bfloat16, torch.bfloat16, None, False, VECTOR_BYTES)
     yield from (CombineNorm(arch, combine, bounded) for bounded in (False, True))
 

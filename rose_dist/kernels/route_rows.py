@@ -8,6 +8,8 @@ from torch import Tensor
 from rose_dist.kernels import checks, expert_slots, launch
 from rose_dist.kernels.expert_map import map_experts
 from rose_dist.kernels.expert_slots import PackedLayout
+from rose_dist.kernels.handover import MOST_CHOSEN, Handover
+from rose_dist.kernels.handover import takes as takes_choice
 from rose_dist.kernels.linear_add import check, fits
 from rose_dist.kernels.linear_add import reference as linear
 from rose_dist.kernels.linear_shapes import LINEAR_OUTPUTS
@@ -30,7 +32,7 @@ def takes(weight: Tensor, router: Router) -> bool:
 def route_rows(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None, router: Router, load: Tensor,
     packed: PackedRows, *, first_expert: int = 0, table: Tensor | None = None, turn: int = 0,
-    live_rows: Tensor | None = None,
+    live_rows: Tensor | None = None, handover: Handover | None = None,
 ) -> Routing:  # fmt: skip
     """Normalise rows, choose their experts, and write a row for each into expert order.
 
@@ -47,6 +49,8 @@ def route_rows(
         table, turn: from experts to what serves them, as for `map_experts`; the table must not be written by the
             launches just before either.
         live_rows: int32 [1], not written by the launches just before; rows from there on have no expert.
+        handover: where a single row and its experts are left, besides, for the experts' launch that comes next and must
+            be given it. Unused on a CPU.
 
     Returns:
         The routing, without counts. All is as `rms_norm`, a linear layer, `route`, `map_experts` and a dispatch do it
@@ -57,6 +61,8 @@ def route_rows(
     """
     _check(x, norm_weight, weight, bias, router, load, packed, table, live_rows)
     rows, hidden = x.shape
+    if handover is not None and (rows != 1 or not takes_choice(packed.counts.shape[0], router.k)):
+        raise checks.fail("handover", f"is for 1 row and at most {MOST_CHOSEN} experts of it; there are {rows} rows")
     if not x.is_cuda:
         normed = rms_norm(x, norm_weight, eps)
         routing = route(linear(normed, weight, bias), router, live_rows=live_rows)
@@ -69,11 +75,12 @@ def route_rows(
         torch.empty(rows, router.k, dtype=torch.int32, device=x.device),
         torch.empty(rows, router.k, dtype=torch.float32, device=x.device),
     )
-    width = 0 if table is None else table.shape[1]
-    launcher = cute.launcher(launch.device(x).arch, hidden, weight.shape[0], router.k, router.score, width)
+    width, hands_over = 0 if table is None else table.shape[1], handover is not None
+    launcher = cute.launcher(launch.device(x).arch, hidden, weight.shape[0], router.k, router.score, width, hands_over)
     launch.run(
         launcher, x, x, norm_weight, weight, bias, live_rows, load, table, turn, first_expert, packed.counts.shape[0],
-        packed.x, routing.ids, routing.weights, packed.slots, packed.counts, packed.offsets, rows, eps, router.scale,
+        packed.x, routing.ids, routing.weights, packed.slots, packed.counts, packed.offsets,
+        None if handover is None else handover.memory, rows, eps, router.scale,
     )  # fmt: skip
     return routing
 

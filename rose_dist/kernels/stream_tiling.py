@@ -25,8 +25,8 @@ class StreamShape:
     """Sets of such rows in shared memory."""
 
 
-LAYERS_STAGE = 1
-"""What a report of a wait between the two layers says."""
+LAYERS_STAGE, HANDOVER_STAGE = 1, 2
+"""What a report of a wait says: between the two layers, or for the router."""
 HALF_SM_BYTES = 114 << 10
 """Of shared memory, Hopper's and Blackwell's."""
 MAX_STAGES = 12

@@ -80,6 +80,13 @@ class Experts(nn.Module):
         """What `forward` leaves to combine: [experts, hidden], to be added to each expert's rows."""
         return self.down_proj_bias if isinstance(self.down_proj, Fp8Matrix) else None
 
+    @property
+    def takes_handover(self) -> bool:
+        """Whether `forward` takes a single token's row and experts by `ExpertRows.handover` on a GPU."""
+        first, second = self.gate_up_proj, self.down_proj
+        packed = isinstance(first, PackedMatrix) and isinstance(second, PackedMatrix)
+        return packed and length(self.part) == self.hidden
+
     def forward(self, x: Tensor, rows: ExpertRows, scales: Tensor | None = None, ahead: Tensor | None = None) -> Tensor:
         """[rows, hidden] packed by local expert → [rows, hidden], to which `late_bias` is to be added. With FP8
         matrices rows may be quantised already, as `Fp8Rows` says; on a GPU they must be. ahead: weights that a later

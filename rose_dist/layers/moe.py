@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from rose_dist.comm.all_to_all.protocol import AllToAll, Dispatched, Routing
-from rose_dist.kernels import mxfp4_e4m3
+from rose_dist.kernels import layer_meeting, mxfp4_e4m3
 from rose_dist.kernels.combine_norm import takes as takes_rows
 from rose_dist.kernels.formats import FP8
+from rose_dist.kernels.handover import Handover
+from rose_dist.kernels.handover import takes as takes_choice
 from rose_dist.kernels.moe_dispatch import PackedRows
 from rose_dist.kernels.mxfp4_experts import ExpertRows
 from rose_dist.kernels.quantize import quantize
@@ -93,20 +95,28 @@ class MoE(nn.Module):
         x: [tokens, hidden], up to `MAX_ROWS` tokens. As `add` behind the norm before it, in two besides the
         experts', three or more with several ranks. ahead: the weights that are read next.
         """
-        router, expert_map = self.router, self.expert_map
+        router, expert_map, handover = self.router, self.expert_map, self._handover(x)
 
         def pack(packed: PackedRows) -> Routing:
             routed = route_rows(
                 x, norm.weight, norm.eps, router.weight, router.bias, self.rule, expert_map.load, packed,
                 first_expert=self.exchange.local_experts.start, table=expert_map.table, turn=expert_map.replica,
-                live_rows=live_rows,
+                live_rows=live_rows, handover=handover,
             )  # fmt: skip
             return Routing(routed.ids, routed.weights)
 
         dispatched = self.exchange.dispatch_packed(x.shape[0], pack)
-        rows = ExpertRows(dispatched.counts, dispatched.offsets, self._most_rows(x.shape[0]))
+        rows = ExpertRows(dispatched.counts, dispatched.offsets, self._most_rows(x.shape[0]), handover=handover)
         expert_out = self.experts(dispatched.x, rows, ahead=ahead)
         return self.exchange.combine_norm(expert_out, dispatched, x, after.weight, after.eps)
+
+    def _handover(self, x: Tensor) -> Handover | None:
+        """For a single token, where its experts take one."""
+        if x.shape[0] != 1 or not self.experts.takes_handover:
+            return None
+        if not takes_choice(len(self.exchange.local_experts), self.rule.k):
+            return None
+        return layer_meeting.meeting(x.device).handover(self.hidden)
 
     def _most_rows(self, tokens: int) -> int:
         return most_rows(tokens, self.rule.k, self.experts.held.num_experts)

@@ -10,6 +10,8 @@ and arrive at the mbarrier `written`; the feeding warp, which has waited there, 
 (release, GPU scope) and waits until all blocks have (acquire); a proxy fence then lets it fetch those results as the
 second layer's rows. Weights of the second layer, which depend on nothing, fill the ring meanwhile: memory does not rest
 between the layers.
+
+A single token's row and experts may be handed over by the router's launch while that still runs (`handover`).
 """
 
 from __future__ import annotations
@@ -18,14 +20,17 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from rose_dist.kernels import jit, vector
+from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute.expert_segments import count_segments, list_segments, load_experts, load_factors
 from rose_dist.kernels.cute.expert_slots import shared_integers
+from rose_dist.kernels.cute.handover import take_choice, take_epoch, take_row
 from rose_dist.kernels.cute.mxfp4_feed import Feeder
 from rose_dist.kernels.cute.mxfp4_operands import barrier, decode, load_shared, next_stage, wait
 from rose_dist.kernels.cute.mxfp4_sums import Sums
+from rose_dist.kernels.cute.packets import current_epoch
 from rose_dist.kernels.dsl import (
+    Boolean,
     Float32,
     Int32,
     Int64,
@@ -37,6 +42,8 @@ from rose_dist.kernels.dsl import (
     cutlass,
     range_constexpr,
 )  # fmt: skip
+from rose_dist.kernels.handover import EPOCH_AT
+from rose_dist.kernels.mxfp4 import BLOCK
 from rose_dist.kernels.mxfp4_layout import CODE_BYTES, TILE_BYTES
 from rose_dist.kernels.stream_tiling import StreamTiling
 from rose_dist.kernels.variants import WARP
@@ -47,8 +54,10 @@ SEGMENTS = 64
 
 
 @cache
-def launcher(arch: Arch, experts: int, tiles: tuple[int, ...], tiling: StreamTiling, gated: bool) -> jit.Launcher:
-    return jit.load(ExpertLinear(arch, experts, tiles, tiling, gated))
+def launcher(
+    arch: Arch, experts: int, tiles: tuple[int, ...], tiling: StreamTiling, gated: bool, handed: bool = False
+) -> jit.Launcher:
+    return jit.load(ExpertLinear(arch, experts, tiles, tiling, gated, handed))
 
 
 @dataclass(frozen=True)
@@ -59,12 +68,14 @@ class ExpertLinear(jit.Kernel):
     experts: matrices of a layer.
     tiles: tile rows of a matrix, of each layer.
     gated: even outputs of the first layer are gates, odd ones linear.
+    handed: one token's row and experts come by a handover; both layers.
     """
 
     experts: int
     tiles: tuple[int, ...]
     tiling: StreamTiling
     gated: bool
+    handed: bool = False
 
     @cute.jit
     def __call__(
@@ -76,7 +87,8 @@ class ExpertLinear(jit.Kernel):
         """Addresses: weights u8 [experts, tiles, columns / 32, 544], rescale fp32 [experts], bias bf16 [experts,
         32 · tiles] or 0, x bf16 [rows, columns], counts int32 [experts], offsets int64 [experts + 1], out bf16 [rows,
         32 · tiles] or half of that if gated; of the second layer the same, if there is one. counter, report, limit_ns:
-        as `phase_barrier` says. ahead, ahead_bytes: what a later launch reads, 0 bytes for nothing.
+        as `phase_barrier` says. ahead, ahead_bytes: what a later launch reads, 0 bytes for nothing. If `handed`, x is
+        the handover, counts and offsets are unused, and out has a row an expert of the token.
         """
         self.kernel(
             weights, rescale, bias, x, counts, offsets, out, second_weights, second_rescale, second_bias, second_out,
@@ -100,21 +112,33 @@ class ExpertLinear(jit.Kernel):
         self.set_up(shared)
         # Far from any cache by now, and no one's result.
         factors = load_factors([rescale, second_rescale][: len(self.tiles)], self.experts, tiling.threads)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        mine = load_experts(counts, offsets, factors, self.experts, tiling.threads)
-        count_segments(mine, starts, tiling.rows, self.experts, tiling.threads)
+        feeds = cute.arch.make_warp_uniform(thread // WARP) == tiling.warps
+        epoch = Uint32(0)
+        if const_expr(self.handed):
+            epoch = current_epoch(x + EPOCH_AT)
+            kept = self.keep(factors)
+            cute.arch.sync_threads()
+            if feeds:
+                self.list_choice(x, epoch, kept, starts, segments, limit_ns, report)
+            cute.arch.sync_threads()
+        else:
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+            mine = load_experts(counts, offsets, factors, self.experts, tiling.threads)
+            count_segments(mine, starts, tiling.rows, self.experts, tiling.threads)
         shares = [self.share(starts[self.experts], tiles) for tiles in self.tiles]
-        base = shares[0][3]
-        end = vector.max_of(shares[0][2], shares[1][2]) if both else shares[0][2]
-        list_segments(mine, starts, segments, base, base + end, tiling.rows, self.experts)
+        if const_expr(not self.handed):
+            base, end = self.met(shares)
+            list_segments(mine, starts, segments, base, base + end, tiling.rows, self.experts)
         items, tile, ends = ([share[i] for share in shares] for i in range(3))
-        if cute.arch.make_warp_uniform(thread // WARP) == tiling.warps:
-            Feeder(self.tiles, tiling).run(
+        if feeds:
+            Feeder(self.tiles, tiling, self.handed).run(
                 shared, [weights, second_weights], [x, out], segments, items, tile, ends,
                 [counter, report, limit_ns], [ahead, ahead_bytes],
             )  # fmt: skip
         else:
+            if const_expr(self.handed):
+                self.take_row(shared, x, epoch, limit_ns, report)
             state = [Int32(0), Int32(0), Int32(1), Int32(tiling.buffers - 1), Int32(1)]
             state = self.compute(shared, bias, out, alpha, limit, segments, items[0], tile[0], state, 0)
             if const_expr(both):
@@ -122,6 +146,47 @@ class ExpertLinear(jit.Kernel):
                 if thread % WARP == 0:
                     cute.arch.mbarrier_arrive(barrier(shared, tiling.written))
                 self.compute(shared, second_bias, second_out, alpha, limit, segments, items[1], tile[1], state, 1)
+
+    def met(self, shares: Any) -> tuple[Any, Any]:
+        """The first segment that this block meets, which is the same in each layer, and how many there are."""
+        ends = [share[2] for share in shares]
+        return shares[0][3], vector.max_of(*ends) if len(ends) > 1 else ends[0]
+
+    def keep(self, factors: Any) -> list[cute.Tensor]:
+        """The factors in shared memory: Int32 [experts] of each layer."""
+        tables = [shared_integers(self.experts) for _ in self.tiles]
+        for i, own in enumerate(factors):
+            expert = cute.arch.thread_idx()[0] + i * self.tiling.threads
+            for table, factor in zip(tables, own, strict=True):
+                put_if(expert < self.experts, table, expert, factor)
+        return tables
+
+    @cute.jit
+    def list_choice(
+        self, handover: Int64, epoch: Uint32, factors: list[cute.Tensor], starts: cute.Tensor,
+        segments: list[cute.Tensor], limit_ns: Int64, report: Int64,
+    ) -> None:  # fmt: skip
+        """By the feeding warp: a segment for each expert of the token, as `list_segments`, and their number."""
+        expert, place, number = take_choice(handover, epoch, limit_ns, report)
+        if cute.arch.thread_idx()[0] % WARP == 0:
+            starts[self.experts] = number
+            take_epoch(handover, cute.arch.block_idx()[0] == 0, cute.arch.grid_dim()[0])
+        base, end = self.met([self.share(number, tiles) for tiles in self.tiles])
+        if (expert < self.experts) & (place >= base) & (place < base + end):
+            segments[0][place - base] = expert
+            segments[1][place - base] = place
+            segments[2][place - base] = Int32(1)
+            for layer in range_constexpr(len(factors)):
+                segments[3 + layer][place - base] = factors[layer][expert]
+
+    @cute.jit
+    def take_row(self, shared: Int32, handover: Int64, epoch: Uint32, limit_ns: Int64, report: Int64) -> None:
+        """By the computing warps: the token's row for all segments of the first layer, into every buffer."""
+        tiling = self.tiling
+        buffers = [shared + tiling.row_offset + i * tiling.rows * tiling.row_stride for i in range(tiling.buffers)]
+        take_row(handover, epoch, buffers, tiling.columns[0] * BLOCK, tiling.warps * WARP, limit_ns, report)
+        ptx.fence_shared_copies()  # the second layer's rows come there by bulk copies
+        cute.arch.barrier(barrier_id=1, number_of_threads=tiling.warps * WARP)
 
     def share(self, segments: Any, tiles: int) -> Any:
         """Of a layer's items this block's number, the first one's tile row, and how many segments they are of; and the
@@ -246,3 +311,9 @@ class ExpertLinear(jit.Kernel):
                         total = multiply_add(total, left, (value[k], value[k + 1]), "bf16")
                         for j in range(4):
                             sums[at + j] = total[j]
+
+
+@cute.jit
+def put_if(wanted: Boolean, table: cute.Tensor, place: Int32, value: Int32) -> None:
+    if wanted:
+        table[place] = value

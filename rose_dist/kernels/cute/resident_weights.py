@@ -7,6 +7,7 @@ Which inputs an operand's column stands for does not matter as long as both oper
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +78,7 @@ class ResidentWeights:
         source = x + Int64(row) * x_stride * 2 + self.inside()
         return [vector.load(source + i * (LINEAR_COLUMNS * 2), Uint32, 4, 16) for i in range(self.runs)]
 
-    def multiply(self, held: list[Any], shared: Any, values: list[Any], *, younger: int = 0) -> list[Any]:
+    def multiply(self, held: list[Any], shared: Any, values: Iterable[Any], *, younger: int = 0) -> list[Any]:
         """This warp's sums: four fp32 a lane, of (the pair's first output, row 2q), (first, 2q + 1), (second, 2q),
         (second, 2q + 1). younger: groups of copies that this thread has committed since `fetch`.
         """

@@ -1,11 +1,13 @@
 """From the residual to rows in expert order, in one launch of one cluster; what it computes: `kernels.route_rows`.
 
 Every block normalises all rows for itself, and has 16 experts' logits, which it gives to all blocks. Then all of them
-choose alike, and each writes its columns of the packed rows: the blocks meet only once.
+choose alike, and each writes its columns of the packed rows: the blocks meet only once. A single token's row and choice
+are handed to the experts' launch as soon as they are known (`handover`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,7 +16,9 @@ import torch
 
 from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
+from rose_dist.kernels.cute.handover import give_choice, give_row
 from rose_dist.kernels.cute.mxfp4_operands import load_shared
+from rose_dist.kernels.cute.packets import current_epoch
 from rose_dist.kernels.cute.resident_weights import ResidentWeights, halves, pair_of_lane, rows_of_lane
 from rose_dist.kernels.cute.routing import Route
 from rose_dist.kernels.cute.shared_rows import SharedRows
@@ -28,19 +32,23 @@ from rose_dist.kernels.dsl import (
     Uint8,
     Uint32,
     Uint64,
+    const_expr,
     cute,
     range_constexpr,
 )  # fmt: skip
+from rose_dist.kernels.handover import EPOCH_AT
 from rose_dist.kernels.linear_add import MAX_ROWS
-from rose_dist.kernels.linear_shapes import LINEAR_OUTPUTS, resident_beside
+from rose_dist.kernels.linear_shapes import LINEAR_OUTPUTS, resident_beside, resident_handing
 from rose_dist.kernels.routing import Score
 from rose_dist.kernels.variants import ROUTERS, WARP
 from rose_dist.kernels.warp_matrix import await_copies, copy_async
 
 
 @cache
-def launcher(arch: Arch, hidden: int, experts: int, k: int, score: Score, table_width: int) -> jit.Launcher:
-    return jit.load(RouteRows.of(arch, hidden, experts, k, score, table_width))
+def launcher(
+    arch: Arch, hidden: int, experts: int, k: int, score: Score, table_width: int, hands_over: bool
+) -> jit.Launcher:
+    return jit.load(RouteRows.of(arch, hidden, experts, k, score, table_width, hands_over=hands_over))
 
 
 @dataclass(frozen=True)
@@ -62,18 +70,22 @@ class RouteRows(jit.Kernel):
     A block fits beside one of `LinearAdd`, or it could not start before that is gone.
 
     table_width: columns of the table of slots, 0 for none.
+    hands_over: for one row. A block then fits beside one of the experts' too, which it hands it to.
     """
 
     weights: ResidentWeights
     route: SharedRoute
     table_width: int
+    hands_over: bool
 
     @classmethod
-    def of(cls, arch: Arch, hidden: int, experts: int, k: int, score: Score, table_width: int) -> RouteRows:
-        weights = ResidentWeights(hidden, resident_beside(hidden))
+    def of(
+        cls, arch: Arch, hidden: int, experts: int, k: int, score: Score, table_width: int, *, hands_over: bool
+    ) -> RouteRows:
+        weights = ResidentWeights(hidden, resident_handing(hidden) if hands_over else resident_beside(hidden))
         shape = ROUTERS.variants[0]
         route = SharedRoute(arch, torch.bfloat16, experts, k, score, 1, 1, False, False, shape, 16)
-        return cls(arch, weights, route, table_width)
+        return cls(arch, weights, route, table_width, hands_over)
 
     @property
     def hidden(self) -> int:
@@ -85,15 +97,19 @@ class RouteRows(jit.Kernel):
 
     @property
     def shared_rows(self) -> SharedRows:
-        return SharedRows(self.hidden, self.weights.shape.warps)
+        return SharedRows(self.hidden, self.weights.shape.warps, self.most_rows)
+
+    @property
+    def most_rows(self) -> int:
+        return 1 if self.hands_over else MAX_ROWS
 
     @property
     def places(self) -> dict[str, int]:
         """Where things stand in shared memory, and its size."""
         sizes = {
             "meeting": self.weights.shared_bytes, "rows": self.shared_rows.bytes,
-            "logits": MAX_ROWS * self.route.experts * 2,
-            "chosen": MAX_ROWS * self.route.k * 4, "slots": MAX_ROWS * self.route.k * 4,
+            "logits": self.most_rows * self.route.experts * 2,
+            "chosen": self.most_rows * self.route.k * 4, "slots": self.most_rows * self.route.k * 4,
             "table": self.route.experts * self.table_width * 4,
         }  # fmt: skip
         at, places = 0, {}
@@ -106,16 +122,17 @@ class RouteRows(jit.Kernel):
     def __call__(
         self, x: Int64, scale: Int64, weight: Int64, bias: Int64, live_rows: Int64, load: Int64, table: Int64,
         turn: Int32, first_expert: Int32, held: Int32, packed: Int64, ids: Int64, weights: Int64, slots: Int64,
-        counts: Int64, offsets: Int64, rows: Int32, eps: Float32, factor: Float32, stream: Stream,
+        counts: Int64, offsets: Int64, handover: Int64, rows: Int32, eps: Float32, factor: Float32, stream: Stream,
     ) -> None:  # fmt: skip
         """Addresses: x bf16 [rows, hidden], scale bf16 [hidden], weight bf16 [experts, hidden], bias bf16 [experts] or
         0, live_rows int32 [1] or 0, load u64 [experts], added to, table int32 [experts, table_width] and turn as for
         `map_experts`; written are packed bf16 [.., hidden], ids int32, weights fp32 and slots int32 [rows, k], counts
-        int32 [held] and offsets int64 [held + 1], of the experts from `first_expert` on.
+        int32 [held] and offsets int64 [held + 1], of the experts from `first_expert` on. handover: that of a kernel
+        that hands over, else 0.
         """
         self.kernel(
             x, scale, weight, bias, live_rows, load, table, turn, first_expert, held, packed, ids, weights, slots,
-            counts, offsets, rows, eps, factor,
+            counts, offsets, handover, rows, eps, factor,
         ).launch(
             grid=[self.blocks, 1, 1], block=[self.weights.threads, 1, 1], cluster=[self.blocks, 1, 1],
             smem=self.places["size"], stream=stream, use_pdl=True, min_blocks_per_mp=self.weights.shape.per_sm,
@@ -126,9 +143,11 @@ class RouteRows(jit.Kernel):
     def kernel(
         self, x: Int64, scale: Int64, weight: Int64, bias: Int64, live_rows: Int64, load: Int64, table: Int64,
         turn: Int32, first_expert: Int32, held: Int32, packed: Int64, ids: Int64, weights: Int64, slots: Int64,
-        counts: Int64, offsets: Int64, rows: Int32, eps: Float32, factor: Float32,
+        counts: Int64, offsets: Int64, handover: Int64, rows: Int32, eps: Float32, factor: Float32,
     ) -> None:  # fmt: skip
         product = self.weights
+        if const_expr(self.hands_over):
+            rows = Int32(1)
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.cluster_arrive_relaxed()  # from here on others may write this block's logits
         shared = Int32(cute.arch.get_dyn_smem(Uint8, alignment=128).toint())
@@ -143,6 +162,9 @@ class RouteRows(jit.Kernel):
             words = Uint32(vector.scalar(bias + Int64(pair) * 4, Uint32)[0])
         live = vector.live_rows(live_rows, rows)
         cute.arch.griddepcontrol_wait()
+        epoch = Uint32(0)
+        if const_expr(self.hands_over):
+            epoch = current_epoch(handover + EPOCH_AT)
         normed.square(at, x, rows)
         await_copies(product.runs - product.held)  # the table and the norm's weights
         cute.arch.sync_threads()
@@ -156,19 +178,25 @@ class RouteRows(jit.Kernel):
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         block = cute.arch.block_idx()[0]
+        if const_expr(self.hands_over):
+            # Not earlier: all that a thread has stored must be in memory before it arrives at the cluster's barrier.
+            give_row(handover, epoch, normed.row(at, 0), self.hidden, self.blocks, product.threads)
         self.choose(shared, ids, weights, load, turn, first_expert, held, rows, live, factor, block == 0)
         cute.arch.sync_threads()
+        if const_expr(self.hands_over):
+            if (block == 0) & (cute.arch.thread_idx()[0] == 0):
+                give_choice(handover, epoch, [self.chosen(shared, pair) for pair in range(self.route.k)])
         self.find_slots(shared, slots, rows * self.route.k, block == 0)
         if block == self.blocks - 1:
             self.count(shared, counts, offsets, held, rows * self.route.k)
         cute.arch.sync_threads()
         self.pack(shared, packed, rows * self.route.k, block)
 
-    def operands(self, shared: Any, rows: Any) -> list[Any]:
-        """This lane's normalised inputs, as `load_rows` gives them."""
+    def operands(self, shared: Any, rows: Any) -> Iterator[Any]:
+        """This lane's normalised inputs, as `load_rows` gives them, each loaded where it is needed."""
         row = vector.min_of(cute.arch.thread_idx()[0] % WARP // 4, rows - 1)
         at = self.shared_rows.row(shared + self.places["rows"], row) + Int32(self.weights.inside())
-        return [load_shared(at + i * 64, 4) for i in range(self.weights.runs)]
+        return (load_shared(at + i * 64, 4) for i in range(self.weights.runs))
 
     @cute.jit
     def give_logits(self, shared: Int32, words: Uint32, rows: Int32) -> None:

@@ -9,7 +9,6 @@ from rose_dist.kernels import ptx, vector
 from rose_dist.kernels.cute.mxfp4_operands import load_shared, store_shared
 from rose_dist.kernels.cute.resident_weights import halves
 from rose_dist.kernels.dsl import Boolean, Float32, Int32, Int64, Uint32, cute, range_constexpr
-from rose_dist.kernels.linear_add import MAX_ROWS
 from rose_dist.kernels.variants import WARP
 from rose_dist.kernels.warp_matrix import commit_copies, copy_ahead
 
@@ -19,13 +18,14 @@ VECTOR = 8
 
 @dataclass(frozen=True)
 class SharedRows:
-    """Up to `MAX_ROWS` rows of bf16, the norm's weight, and sums of squares, one after the other.
+    """Up to `most` rows of bf16, the norm's weight, and sums of squares, one after the other.
 
     warps: of the block. `at` is the shared address of all of it.
     """
 
     hidden: int
     warps: int
+    most: int
 
     @property
     def vectors(self) -> int:
@@ -49,11 +49,11 @@ class SharedRows:
 
     @property
     def squares_offset(self) -> int:
-        return MAX_ROWS * self.row_stride + self.hidden * 2
+        return self.most * self.row_stride + self.hidden * 2
 
     @property
     def bytes(self) -> int:
-        return self.squares_offset + MAX_ROWS * self.parts * 4
+        return self.squares_offset + self.most * self.parts * 4
 
     @cute.jit
     def fetch_scales(self, at: Int32, scale: Int64) -> None:
@@ -109,7 +109,7 @@ class SharedRows:
         return self.row(at, row) + self.vector_place(step) * 16
 
     def scale_place(self, at: Any, step: int) -> Any:
-        return at + MAX_ROWS * self.row_stride + self.vector_place(step) * 16
+        return at + self.most * self.row_stride + self.vector_place(step) * 16
 
     def vector_place(self, step: int) -> Any:
         """Which vector of a row this lane takes in a step; the part's last one in place of any beyond."""

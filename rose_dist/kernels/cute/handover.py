@@ -1,0 +1,117 @@
+"""From the router's launch to the experts', of one token, while the former still runs: data with its flag in one access.
+
+The experts' blocks are on the GPU by the time the router chooses. They need not wait for the end of that launch, nor
+read counts that it has written: a packet of 16 bytes arrives as one, and its last word, the epoch, says that the other
+three are there.
+
+| packet | written by | read by | holds |
+|---|---|---|---|
+| of the choice | a thread of the router's first block | the feeding warp of each of the experts' blocks | an expert a byte |
+| of the row | the router's blocks, a share each | the computing warps of each of the experts' blocks | six bf16 |
+
+Epoch: a u64, finished handovers in the high half and arrived blocks in the low one (`packets.current_epoch`); a
+handover's is 1 + the high half. The router's launch reads it behind its dependency wait. Each of the experts' blocks
+reads it first of all, then takes the choice, and then adds its share.
+
+Why that is safe: two handovers are used in turn, and between two launches of the experts that use the same one there is
+another such launch, or one that waits before it lets the next begin (attention, a step's first norm). The experts let
+the next launch begin behind their own wait for the router's. So whoever reads an epoch early finds the one of before
+finished; and the router's launch, which waits for all before it, overwrites packets that all have read. Waiting blocks
+keep no one from running: they have started because all of the router's blocks had, and those because all before had.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rose_dist.kernels import ptx, vector
+from rose_dist.kernels.cute.mxfp4_operands import load_shared
+from rose_dist.kernels.cute.packets import receive
+from rose_dist.kernels.dsl import Boolean, Int32, Int64, Uint32, Uint64, cute, cutlass, range_constexpr
+from rose_dist.kernels.handover import CHOICE_AT, EPOCH_AT, MOST_CHOSEN, NO_EXPERT, PACKET_BYTES, ROW_AT, row_packets
+from rose_dist.kernels.stream_tiling import HANDOVER_STAGE
+from rose_dist.kernels.variants import WARP
+
+
+@cute.jit
+def give_row(
+    handover: Int64, epoch: Uint32, row: Int32, hidden: cutlass.Constexpr, blocks: cutlass.Constexpr,
+    threads: cutlass.Constexpr,
+) -> None:  # fmt: skip
+    """This block's share of the row at shared address `row`, behind which 8 bytes may be read."""
+    packets = row_packets(hidden)
+    share = (packets + blocks - 1) // blocks
+    for first in range_constexpr(0, share, threads):
+        # From the last thread on: the first warp goes on to choose.
+        own = first + threads - 1 - ptx.thread_index()
+        packet = cute.arch.block_idx()[0] * share + own
+        if (own < share) & (packet < packets):
+            words = [load_shared(row + packet * 12 + 4 * i, 1)[0] for i in range(3)]
+            ptx.store_packet(handover + ROW_AT + Int64(packet) * PACKET_BYTES, (words[0], words[1], words[2], epoch))
+
+
+def give_choice(handover: Any, epoch: Any, chosen: list[Any]) -> None:
+    """By one thread. chosen: experts, −1 for none here."""
+    experts = [Uint32(expert) & Uint32(NO_EXPERT) for expert in chosen]
+    experts += [Uint32(NO_EXPERT)] * (MOST_CHOSEN - len(experts))
+    words = []
+    for first in range(0, MOST_CHOSEN, 4):
+        word = experts[first]
+        for i in range(1, 4):
+            word = word | (experts[first + i] << Uint32(8 * i))
+        words.append(word)
+    ptx.store_packet(handover + CHOICE_AT, (words[0], words[1], words[2], epoch))
+
+
+@cute.jit
+def take_choice(handover: Int64, epoch: Uint32, limit_ns: Int64, report: Int64) -> tuple[Int32, Int32, Int32]:
+    """By one warp: this lane's expert, how many come before it by their numbers, and how many there are. Lanes without
+    one have a number above all experts'. After a wait that expired there is none.
+    """
+    received = cute.make_rmem_tensor(4, Uint32)
+    alive = _receive(handover + CHOICE_AT, Boolean(True), epoch, received, limit_ns, report)
+    lane = cute.arch.thread_idx()[0] % WARP
+    word = vector.select(lane < 4, received[0], vector.select(lane < 8, received[1], received[2]))
+    expert = Int32((Uint32(word) >> (Uint32(lane % 4) * Uint32(8))) & Uint32(NO_EXPERT))
+    expert = vector.select(alive & (lane < MOST_CHOSEN), expert, Int32(NO_EXPERT))
+    key = vector.select(expert < NO_EXPERT, expert * WARP + lane, Int32(NO_EXPERT * WARP))
+    before = Int32(0)
+    for other in range_constexpr(MOST_CHOSEN):
+        before += vector.select(cute.arch.shuffle_sync(key, other) < key, Int32(1), Int32(0))
+    return Int32(expert), before, cute.arch.shuffle_sync(before, WARP - 1)  # the last lane has none
+
+
+@cute.jit
+def take_row(
+    handover: Int64, epoch: Uint32, targets: list[Any], hidden: cutlass.Constexpr, threads: cutlass.Constexpr,
+    limit_ns: Int64, report: Int64,
+) -> None:  # fmt: skip
+    """The row, by the block's first `threads`, to shared addresses behind which 8 bytes may be written."""
+    received, packets = cute.make_rmem_tensor(4, Uint32), row_packets(hidden)
+    for first in range_constexpr(0, packets, threads):
+        packet = first + cute.arch.thread_idx()[0]
+        there = packet < packets
+        address = handover + ROW_AT + Int64(vector.min_of(packet, Int32(packets - 1))) * PACKET_BYTES
+        _receive(address, Boolean(there), epoch, received, limit_ns, report)
+        if there:
+            for target in targets:
+                for i in range_constexpr(3):
+                    _shared_word(target + packet * 12 + 4 * i)[0] = received[i]
+
+
+def take_epoch(handover: Any, first_block: Any, blocks: Any) -> None:
+    """One thread of each block, when all of the block's have read the epoch."""
+    share = vector.select(first_block, Uint64(1 << 32) - Uint64(blocks - 1), Uint64(1))
+    ptx.add_relaxed_u64(handover + EPOCH_AT, share, "gpu")
+
+
+def _receive(address: Any, wanted: Any, epoch: Any, received: Any, limit_ns: Any, report: Any) -> Any:
+    none = Int32(0)
+    return receive(
+        [address], [wanted], [none], epoch, received, Boolean(True), limit_ns, report, none, HANDOVER_STAGE
+    )  # fmt: skip
+
+
+def _shared_word(address: Any) -> Any:
+    pointer = cute.make_ptr(Uint32, address, cute.AddressSpace.smem, assumed_align=4)
+    return cute.make_tensor(pointer, cute.make_layout(1))

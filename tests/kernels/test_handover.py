@@ -1,0 +1,193 @@
+"""A token's row and experts from the router's launch to the experts', against the way by packed rows and counts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from rose_dist.kernels import jit, launch, layer_meeting
+from rose_dist.kernels.arch import ARCHS
+from rose_dist.kernels.errors import KernelArgumentError
+from rose_dist.kernels.handover import Handover
+from rose_dist.kernels.moe_dispatch import PackedRows
+from rose_dist.kernels.mxfp4_experts import ExpertLayer, ExpertRows, expert_mlp
+from rose_dist.kernels.mxfp4_layout import PackedMxfp4, pack_mxfp4
+from rose_dist.kernels.rms_norm import rms_norm
+from rose_dist.kernels.route_rows import route_rows
+from rose_dist.kernels.routing import Router
+from rose_dist.kernels.sync import WaitExpiredError
+from tests.kernels import emulation
+from tests.kernels.test_mxfp4_layout import random_mxfp4
+from tests.ptx.errors import PtxError
+from tests.ptx.launch import Launch
+from tests.ptx.parser import parse
+from tests.ptx.program import Program
+
+EPS, HIDDEN, EXPERTS, K, LIMIT = 1e-5, 64, 32, 4, 7.0
+
+
+class Block:
+    """A norm that waits before it lets others begin, as attention does; router; experts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str, sms: int = 3) -> None:
+        self.gpu = emulation.install(monkeypatch, ARCHS[arch], sms)
+        self.launches: list[Launch] = []
+        monkeypatch.setattr(launch, "run", self._collect)
+        torch.manual_seed(0)
+        place = self.gpu.tensor
+        self.layers = []
+        for outputs in (2 * HIDDEN, HIDDEN):
+            packed = pack_mxfp4(*random_mxfp4(EXPERTS, outputs, HIDDEN // 32, low=118, high=124))
+            weight = PackedMxfp4(*(place(t) for t in (packed.data, packed.rescale, packed.tops)))
+            self.layers.append(ExpertLayer(weight, place(torch.randn(EXPERTS, outputs).bfloat16())))
+        self.router = place((torch.randn(EXPERTS, HIDDEN) / 8).bfloat16())
+        self.norm = place((torch.rand(HIDDEN) + 0.5).bfloat16())
+        self.load = place(torch.zeros(EXPERTS, dtype=torch.int64))
+
+    def _collect(self, kernel: jit.Kernel, on: torch.Tensor, *arguments: object) -> None:
+        numbers = [launch.address(a) if isinstance(a, torch.Tensor) or a is None else a for a in arguments]
+        self.launches += emulation.compiled(kernel)(*numbers, emulation.stream())
+
+    def handover(self, x: torch.Tensor) -> Handover:
+        return layer_meeting.meeting(x.device).handover(HIDDEN)
+
+    def __call__(
+        self, x: torch.Tensor, handover: Handover | None, *, first: int = 0, held: int = EXPERTS, live: int = 1,
+        norm: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Results of the token's experts, and their rows."""
+        make, device = torch.empty, x.device
+        packed = PackedRows(
+            make(K, HIDDEN, dtype=torch.bfloat16, device=device), None, make(1, K, dtype=torch.int32, device=device),
+            make(held, dtype=torch.int32, device=device), make(held + 1, dtype=torch.int64, device=device),
+        )  # fmt: skip
+        if norm:
+            x = rms_norm(x, self.norm, EPS, ends_chain=True)
+        alive = self.gpu.tensor(torch.tensor([live], dtype=torch.int32))
+        route_rows(
+            x, self.norm, EPS, self.router, None, Router(K), self.load, packed, first_expert=first,
+            live_rows=alive, handover=handover,
+        )  # fmt: skip
+        rows = ExpertRows(packed.counts, packed.offsets, 1, handover=handover)
+        here = [
+            ExpertLayer(
+                PackedMxfp4(*(t[first : first + held] for t in (weight.data, weight.rescale, weight.tops))),
+                bias[first : first + held],
+            )
+            for weight, bias in self.layers
+        ]
+        return expert_mlp(packed.x, *here, rows, limit=LIMIT), packed.slots
+
+    def run(self, launches: list[Launch], seed: int) -> None:
+        self.gpu.machine.run(launches, seed=seed)
+
+    def finish(self) -> None:
+        """Run what has been launched, one after the other."""
+        launches, self.launches = self.launches, []
+        for one in launches:
+            self.run([one], 0)
+
+
+@pytest.fixture(params=["sm_90a", "sm_100a"])
+def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Block:
+    return Block(monkeypatch, request.param)
+
+
+def token(block: Block) -> torch.Tensor:
+    return block.gpu.tensor(torch.randn(1, HIDDEN).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("first", "held", "live"), [(0, EXPERTS, 1), (0, EXPERTS, 0), (16, 16, 1), (0, 16, 1), (31, 1, 1)], ids=str
+)
+def test_gives_the_bits_of_packed_rows(block: Block, first: int, held: int, live: int) -> None:
+    for _ in range(3):
+        x = token(block)
+        wanted, slots = block(x, None, first=first, held=held, live=live)
+        got, other = block(x, block.handover(x), first=first, held=held, live=live)
+        block.finish()
+        assert torch.equal(block.gpu.plain(slots), block.gpu.plain(other))
+        rows = int(block.gpu.plain(slots).max()) + 1
+        assert rows <= min(K, held) * live
+        assert torch.equal(block.gpu.plain(got)[:rows], block.gpu.plain(wanted)[:rows])
+
+
+def chain(block: Block) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Four blocks on end, the last two without the norm between them; their launches wait in `block.launches`."""
+    xs = [token(block) for _ in range(4)]
+    wanted = [block(x, None, norm=i < 3)[0] for i, x in enumerate(xs)]
+    block.finish()
+    results = [block(x, block.handover(x), norm=i < 3)[0] for i, x in enumerate(xs)]
+    return results, [block.gpu.plain(one).clone() for one in wanted]
+
+
+def test_launches_that_overlap_change_nothing(block: Block) -> None:
+    """As a graph that is replayed: the same launches again and again, whose epochs go on."""
+    results, wanted = chain(block)
+    for seed in range(4):
+        for result in results:
+            block.gpu.plain_storage(result).zero_()
+        block.run(block.launches, seed)
+        for result, one in zip(results, wanted, strict=True):
+            assert torch.equal(block.gpu.plain(result), one)
+
+
+def test_one_handover_for_all_is_caught(block: Block) -> None:
+    """Without the other one between them, two launches of the experts may read the same epoch."""
+    x = [token(block) for _ in range(4)]
+    only = block.handover(x[0])
+    wanted = [block(one, None, norm=False)[0] for one in x]
+    block.finish()
+    results = [block(one, only, norm=False)[0] for one in x]
+    wrong = 0
+    for seed in range(12):
+        try:
+            block.run(block.launches, seed)
+            wrong += any(not torch.equal(block.gpu.plain(a), block.gpu.plain(b)) for a, b in zip(results, wanted))
+        except PtxError:
+            wrong += 1
+    assert wrong
+
+
+@pytest.mark.parametrize("which", ["route_rows", "experts"])
+def test_a_launch_without_its_wait_is_caught(block: Block, which: str) -> None:
+    chain(block)
+    at = {"route_rows": 1, "experts": 2}[which]
+    wrong = 0
+    launches = list(block.launches)
+    for i in range(at, len(launches), 3):
+        ptx = dataclasses.replace(launches[i])
+        launches[i] = _without(ptx, "griddepcontrol.wait;")
+    for seed in range(12):
+        try:
+            block.run(launches, seed)
+        except PtxError:
+            wrong += 1
+    assert wrong
+
+
+def _without(one: Launch, text: str) -> Launch:
+    from tests.ptx.weaken import weakenings  # noqa: PLC0415
+
+    found = next(w for w in weakenings(one.program) if text.rstrip(";") in w.text)
+    return found.apply(one)
+
+
+def test_bad_arguments(block: Block) -> None:
+    x = block.gpu.tensor(torch.randn(2, HIDDEN).bfloat16())
+    packed = PackedRows(
+        block.gpu.tensor(torch.zeros(8, HIDDEN).bfloat16()), None, block.gpu.tensor(torch.zeros(2, 4).int()),
+        block.gpu.tensor(torch.zeros(EXPERTS).int()), block.gpu.tensor(torch.zeros(EXPERTS + 1).long()),
+    )  # fmt: skip
+    with pytest.raises(KernelArgumentError, match="handover: is for 1 row"):
+        route_rows(
+            x, block.norm, EPS, block.router, None, Router(K), block.load, packed, handover=block.handover(x)
+        )
+    rows = ExpertRows(packed.counts, packed.offsets, 2, handover=block.handover(x))
+    with pytest.raises(KernelArgumentError, match="handover: is for one row"):
+        expert_mlp(packed.x, *block.layers, rows, limit=LIMIT)
