@@ -107,7 +107,7 @@ def expert_mlp(
     columns are shared out alike; it brings `ahead`, dense weights that a later launch reads, into L2.
     """
     shape = _few_rows_shape(x, gate_up.weight, rows)
-    if rows.handover is not None and (shape is None or shape.rows != 1 or gate_up.weight.columns != down.weight.columns):
+    if rows.handover is not None and not (rows.most == 1 and gate_up.weight.columns == down.weight.columns):
         raise checks.fail("rows.handover", "is for one row an expert, and layers of the same columns")
     many = rows.groups is not None or shape is None
     if x.is_cuda and x.shape[0] > 0 and many and launch.device(x).arch.hopper:

@@ -1,4 +1,4 @@
-"""From the router's launch to the experts', of one token, while the former still runs: data with its flag in one access.
+"""From the router's launch to the experts', of one token, while the former still runs: data and flag in one access.
 
 The experts' blocks are on the GPU by the time the router chooses. They need not wait for the end of that launch, nor
 read counts that it has written: a packet of 16 bytes arrives as one, and its last word, the epoch, says that the other
@@ -6,8 +6,8 @@ three are there.
 
 | packet | written by | read by | holds |
 |---|---|---|---|
-| of the choice | a thread of the router's first block | the feeding warp of each of the experts' blocks | an expert a byte |
-| of the row | the router's blocks, a share each | the computing warps of each of the experts' blocks | six bf16 |
+| of the choice | a thread of the router's first block | the feeding warp of each experts' block | an expert a byte |
+| of the row | the router's blocks, a share each | the computing warps of each experts' block | six bf16 |
 
 Epoch: a u64, finished handovers in the high half and arrived blocks in the low one (`packets.current_epoch`); a
 handover's is 1 + the high half. The router's launch reads it behind its dependency wait. Each of the experts' blocks

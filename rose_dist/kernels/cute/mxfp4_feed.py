@@ -19,12 +19,14 @@ class Feeder:
     """Copies of weights follow one another across the borders of items, segments and layers: those of the second layer
     fill the ring while results of the first are still computed, here and elsewhere. Rows come when they exist.
 
+    handed: all segments' row in the first layer is in every buffer already, or will be once there is a block barrier.
     tiles: tile rows of a matrix, of each layer. Arguments that are lists have an element a layer too, but for
     `segments`: of each segment that the block meets the expert, its first row, and its rows.
     """
 
     tiles: tuple[int, ...]
     tiling: StreamTiling
+    handed: bool = False
 
     @cute.jit
     def run(
@@ -52,6 +54,7 @@ class Feeder:
             source, segment, left = self.turn_to(
                 weights, segments, tile, ends, first, source, segment, left, Int32(stage + 1)
             )
+        self.let_next_begin()
         done, done_left = Int32(0), (self.tiles[0] - tile[0]) * steps[0]
         if const_expr(len(self.tiles) > 1):
             flipped = awaited(meeting[0])
@@ -79,6 +82,12 @@ class Feeder:
                     self.meet(shared, x, segments, items, ends, meeting, flipped)
                     done, done_left = Int32(0), (self.tiles[1] - tile[1]) * steps[1]
             stage, parity = next_stage(stage, parity, self.tiling.stages)
+
+    def let_next_begin(self) -> None:
+        """After a handover: the router's launch may still run, but the next one's early reads rely on its end."""
+        if self.handed:
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def turn_to(
@@ -152,6 +161,8 @@ class Feeder:
             buffer = turn % tiling.buffers
             full = barrier(shared, 2 * tiling.stages + buffer)
             count = segments[2][segment]
+            if const_expr(self.handed):
+                count = vector.select(second, count, Int32(0))
             if lane == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(full, count * size)
             cute.arch.sync_warp()
