@@ -66,6 +66,12 @@ def resident_beside(inputs: int) -> ResidentShape:
     return ResidentShape(warps, held=runs // warps * 2 // 5, per_sm=2)
 
 
+def resident_combining(inputs: int) -> ResidentShape:
+    """The same sums for a layer that has its one row in shared memory: registers take more of the weights instead."""
+    shape = resident(inputs)
+    return ResidentShape(shape.warps, held=max(shape.held, min(3, inputs // LINEAR_COLUMNS // shape.warps)), per_sm=shape.per_sm)
+
+
 def resident_handing(inputs: int) -> ResidentShape:
     """The same sums for a layer whose blocks must leave an SM's registers to one of the experts': all weights go to
     shared memory, where one row leaves room for them.

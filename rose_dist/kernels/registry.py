@@ -15,6 +15,7 @@ from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
 from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
 from rose_dist.kernels.cute.attention_sinks import ApplySinks
 from rose_dist.kernels.cute.combine_norm import CombineNorm
+from rose_dist.kernels.cute.combine_rotary import CombineRotary
 from rose_dist.kernels.cute.draw import DrawRows
 from rose_dist.kernels.cute.exchange_combine import ExchangeCombine
 from rose_dist.kernels.cute.exchange_dispatch import ExchangeDispatch
@@ -202,6 +203,7 @@ def _few_rows(arch: Arch) -> Iterator[Kernel]:
     """GPT-OSS's, whose layers have them instead of the single steps."""
     hidden = HIDDEN[0]
     yield LinearRotary(arch, ResidentWeights(hidden, resident(hidden)), head_dim=64)
+    yield CombineRotary.of(arch, hidden, 64, 4)
     attended = LINEAR_INPUTS[1]
     yield LinearAdd(arch, ResidentWeights(attended, resident(attended)))
     for experts, k, score, _ in ROUTES[:2]:

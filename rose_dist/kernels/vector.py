@@ -75,7 +75,7 @@ def row_sum(value: Float32, threads: cutlass.Constexpr, rows: cutlass.Constexpr)
             partial[first + thread % threads // 32] = value
         cute.arch.sync_threads()
         if const_expr(warps <= MOST_PARTIALS):
-            value = _sum_shared(partial.iterator.toint() + first * 4, warps)
+            value = sum_shared(partial.iterator.toint() + first * 4, warps)
         else:
             value = Float32(0.0)
             if lane < warps:
@@ -84,7 +84,7 @@ def row_sum(value: Float32, threads: cutlass.Constexpr, rows: cutlass.Constexpr)
     return value
 
 
-def _sum_shared(address: Any, count: int) -> Any:
+def sum_shared(address: Any, count: int) -> Any:
     """Sum of fp32s side by side in shared memory, at a multiple of 16."""
     pointer = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=16)
     loaded = cute.make_tensor(pointer, cute.make_layout(count)).load()

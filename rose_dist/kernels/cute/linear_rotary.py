@@ -74,25 +74,34 @@ class LinearRotary(jit.Kernel):
         product = self.weights
         cute.arch.griddepcontrol_launch_dependents()
         shared = Int32(cute.arch.get_dyn_smem(Uint8, alignment=128).toint())
-        head, place = self.of_lane(cute.arch.thread_idx()[0] % WARP)
-        output = Int64(head * self.head_dim + place)
-        first, gap = weight + output * (product.inputs * 2), self.head_dim * product.inputs
-        writes = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP) == 0
-        if writes:
-            # Far from any cache by now: before the weights, or they would come last.
-            for half in range_constexpr(2):
-                # The word that this output's bias is in.
-                source = bias + (output + half * (self.head_dim // 2)) // 2 * 4
-                copy_async(self.word(shared, BIAS + half), source, 4, 4)
-            self.copy_turns(shared, cos, sin, slots, place, rows)
-        commit_copies()
-        held = product.fetch(first, first + gap, shared)
+        self.copy_added(shared, bias, cos, sin, slots, rows)
+        held = self.fetch(shared, weight)
         cute.arch.griddepcontrol_wait()
         sums = product.multiply(held, shared, product.load_rows(x, x_stride, rows))
         await_copies(0)
         product.meet(shared, sums)
-        if writes:
+        if is_first_warp():
             self.write(shared, keys, values, cache_slot, cache_head, out, rows, query_heads, key_heads)
+
+    def fetch(self, shared: Any, weight: Any) -> list[Any]:
+        """Start all loads of weights; what `ResidentWeights.fetch` returns."""
+        product, (head, place) = self.weights, self.of_lane(cute.arch.thread_idx()[0] % WARP)
+        first = weight + Int64(head * self.head_dim + place) * (product.inputs * 2)
+        return product.fetch(first, first + self.head_dim * product.inputs, shared)
+
+    @cute.jit
+    def copy_added(self, shared: Int32, bias: Int64, cos: Int64, sin: Int64, slots: Int64, rows: Int32) -> None:
+        """Start copying what the writing warp needs at the end: far from any cache by now, it comes before the weights,
+        or it would come last.
+        """
+        if is_first_warp():
+            head, place = self.of_lane(cute.arch.thread_idx()[0] % WARP)
+            for half in range_constexpr(2):
+                # The word that this output's bias is in.
+                source = bias + Int64(head * self.head_dim + place + half * (self.head_dim // 2)) // 2 * 4
+                copy_async(self.word(shared, BIAS + half), source, 4, 4)
+            self.copy_turns(shared, cos, sin, slots, place, rows)
+        commit_copies()
 
     def of_lane(self, lane: Any) -> tuple[Any, Any]:
         """The head, and the place in its first half, of a lane's outputs."""
@@ -142,6 +151,11 @@ class LinearRotary(jit.Kernel):
         """Of this lane's output in a half of the head."""
         low, high = halves(load_shared(self.word(shared, BIAS + half), 1)[0])
         return vector.select(place % 2 == 0, low, high)
+
+
+def is_first_warp() -> Any:
+    """That is the one that writes."""
+    return cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP) == 0
 
 
 @cute.jit
