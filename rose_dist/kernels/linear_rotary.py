@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rose_dist.kernels import checks, launch
-from rose_dist.kernels.linear_add import check, fits, reference
+from rose_dist.kernels import checks, launch, linear_add
+from rose_dist.kernels.linear_add import fits, reference
 from rose_dist.kernels.qk_norm import PagedCache
 from rose_dist.kernels.rotary import rotate_and_store
 
@@ -40,7 +40,7 @@ def linear_rotary(
         KernelArgumentError: for shapes, dtypes or devices that don't fit.
     """
     heads, head_dim = weight.shape[0] // (2 * cos.shape[1]), 2 * cos.shape[1]
-    _check(x, weight, bias, key_heads, cos, sin, cache)
+    check(x, weight, bias, key_heads, cos, sin, cache)
     if not x.is_cuda:
         qkv = reference(x, weight, bias).view(x.shape[0], heads, head_dim)
         return rotate_and_store(qkv, key_heads, cos, sin, cache)
@@ -56,10 +56,9 @@ def linear_rotary(
     return out
 
 
-def _check(
-    x: Tensor, weight: Tensor, bias: Tensor, key_heads: int, cos: Tensor, sin: Tensor, cache: PagedCache
-) -> None:
-    check(x, weight, bias)
+def check(x: Tensor, weight: Tensor, bias: Tensor, key_heads: int, cos: Tensor, sin: Tensor, cache: PagedCache) -> None:
+    """Raises `KernelArgumentError` for what `linear_rotary` does not take."""
+    linear_add.check(x, weight, bias)
     rows, head_dim = x.shape[0], 2 * cos.shape[1]
     checks.multiple("head_dim", head_dim, HEAD_MULTIPLE, "a block has 16 outputs of one head")
     if weight.shape[0] % head_dim or weight.shape[0] // head_dim <= 2 * key_heads:

@@ -35,6 +35,8 @@ RESIDENT_LINEARS = {
     4096: ResidentShape(warps=16, held=1, per_sm=2),
 }
 """By inputs: GPT-OSS's hidden size (5,120 outputs are 320 blocks), and the width of its attention (2,880 are 180)."""
+COMBINING_HELD = 3
+"""Runs in registers at least, of a layer whose one row is in shared memory: 3 blocks of 72 KB fit with 2,880 inputs."""
 RESIDENT_WARPS, RESIDENT_RUNS = 9, 8
 """Of other sizes, at most: warps, and runs in shared memory (74 KB a block, so that 3 fit)."""
 
@@ -69,7 +71,8 @@ def resident_beside(inputs: int) -> ResidentShape:
 def resident_combining(inputs: int) -> ResidentShape:
     """The same sums for a layer that has its one row in shared memory: registers take more of the weights instead."""
     shape = resident(inputs)
-    return ResidentShape(shape.warps, held=max(shape.held, min(3, inputs // LINEAR_COLUMNS // shape.warps)), per_sm=shape.per_sm)
+    held = min(COMBINING_HELD, inputs // LINEAR_COLUMNS // shape.warps)
+    return ResidentShape(shape.warps, max(shape.held, held), shape.per_sm)
 
 
 def resident_handing(inputs: int) -> ResidentShape:

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from rose_dist.comm.tensor_group import TensorGroup
+from rose_dist.kernels.combine_rotary import Unsummed, combine_rotary
+from rose_dist.kernels.combine_rotary import takes as takes_unsummed
 from rose_dist.kernels.linear_add import fits, linear_add
 from rose_dist.kernels.linear_rotary import takes
 from rose_dist.kernels.projection import project_heads
+from rose_dist.kernels.qk_norm import PagedCache
 from rose_dist.layers.forward_batch import GroupBatch
 from rose_dist.layers.linear import Linear, PackedLinear
 from rose_dist.layers.weights import Piece, Weight, copy_into, parameter
@@ -94,7 +97,10 @@ class Attention(nn.Module):
         Returns:
             [tokens, hidden], summed over the tensor-parallel group.
         """
-        out: Tensor = self.o_proj(self._attend(x, cos, sin, layer, batch))
+        qkv, cache = self.qkv_proj, batch.storage.layer(layer, batch.slots)
+        assert qkv.bias is not None
+        q = project_heads(x, qkv.weight, qkv.bias, self.heads.local_key_heads, cos, sin, cache)
+        out: Tensor = self.o_proj(self._attend(q, cache, batch))
         self.tp.all_reduce(out)
         return out
 
@@ -102,21 +108,33 @@ class Attention(nn.Module):
         """Whether `add_few` serves this block on a GPU."""
         return fits(self.o_proj.weight) and takes(self.qkv_proj.weight, self.heads.head_dim, cache_dtype)
 
-    def add_few(self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, layer: int, batch: GroupBatch) -> Tensor:
+    def takes_unsummed(self, tokens: int, top_k: int) -> bool:
+        """Whether `add_few`, which serves this block, takes so many tokens as `Unsummed`, each with k experts."""
+        return takes_unsummed(tokens, self.qkv_proj.weight, top_k)
+
+    def add_few(
+        self, x: Tensor | Unsummed, residual: Tensor, cos: Tensor, sin: Tensor, layer: int, batch: GroupBatch
+    ) -> Tensor:
         """`residual` plus what `forward` gives, of up to `MAX_ROWS` tokens, in two launches besides attention's,
         or three where the all-reduce doesn't take the product (`GpuGroup.add_linear`); `residual` itself may hold it.
+
+        x: normalised, or what is still to be added to `residual` and normalised.
         """
-        attended = self._attend(x, cos, sin, layer, batch)
+        qkv, cache = self.qkv_proj, batch.storage.layer(layer, batch.slots)
+        assert qkv.bias is not None
+        arguments = (qkv.weight, qkv.bias, self.heads.local_key_heads, cos, sin, cache)
+        if isinstance(x, Unsummed):
+            q, residual = combine_rotary(x, *arguments)
+        else:
+            q = project_heads(x, *arguments)
+        attended = self._attend(q, cache, batch)
         if self.tp.size == 1:
             return linear_add(attended, self.o_proj.weight, self.o_proj.bias, residual)
         self.tp.add_linear(attended, self.o_proj.weight, self.o_proj.bias, residual)
         return residual
 
-    def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, batch: GroupBatch) -> Tensor:
+    def _attend(self, q: Tensor, cache: PagedCache, batch: GroupBatch) -> Tensor:
         """[tokens, heads · head_dim], of this rank's heads."""
-        qkv, cache = self.qkv_proj, batch.storage.layer(layer, batch.slots)
-        assert qkv.bias is not None
-        q = project_heads(x, qkv.weight, qkv.bias, self.heads.local_key_heads, cos, sin, cache)
         attended = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for work in batch.work:
             work.attend(q, cache.keys, cache.values, self.sinks, self.scale, attended)

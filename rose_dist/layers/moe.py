@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rose_dist.comm.all_to_all.protocol import AllToAll, Dispatched, Routing
 from rose_dist.kernels import layer_meeting, mxfp4_e4m3
 from rose_dist.kernels.combine_norm import takes as takes_rows
+from rose_dist.kernels.combine_rotary import Unsummed
 from rose_dist.kernels.formats import FP8
 from rose_dist.kernels.handover import Handover
 from rose_dist.kernels.handover import takes as takes_choice
@@ -79,12 +80,14 @@ class MoE(nn.Module):
         return few and takes_router(self.router.weight, self.rule) and takes_rows(self.hidden, self.router.weight.dtype)
 
     def add_few(
-        self, x: Tensor, norm: RMSNorm, after: RMSNorm, live_rows: Tensor | None, ahead: Tensor | None
-    ) -> Tensor:
+        self, x: Tensor, norm: RMSNorm, after: RMSNorm, live_rows: Tensor | None, ahead: Tensor | None, *,
+        unsummed: bool = False,
+    ) -> Tensor | Unsummed:  # fmt: skip
         """Add the block's results for norm(x) to `x`, in place; returns after(x).
 
         x: [tokens, hidden], up to `MAX_ROWS` tokens. As `forward` between the norms' own launches, in two besides the
-        experts', three or more with several ranks. ahead: the weights that are read next.
+        experts', three or more with several ranks. ahead: the weights that are read next. unsummed: if the exchange
+        `holds_all`, leave the sum and `after` to the next launch: `x` is then as it was.
         """
         router, expert_map, handover = self.router, self.expert_map, self._handover(x)
 
@@ -101,6 +104,8 @@ class MoE(nn.Module):
         most = min(x.shape[0], self._most_rows(x.shape[0]))
         rows = ExpertRows(dispatched.counts, dispatched.offsets, most, handover=handover)
         expert_out = self.experts(dispatched.x, rows, ahead=ahead)
+        if unsummed and self.exchange.holds_all:
+            return Unsummed(expert_out, *self.exchange.results(expert_out, dispatched), x, after.weight, after.eps)
         return self.exchange.combine_norm(expert_out, dispatched, x, after.weight, after.eps)
 
     def _handover(self, x: Tensor) -> Handover | None:

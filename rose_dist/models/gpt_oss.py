@@ -18,6 +18,7 @@ from rose_dist.comm.symmetric_memory import SymmetricMemory
 from rose_dist.comm.tensor_group import TensorGroup
 from rose_dist.kernels import layer_meeting
 from rose_dist.kernels.arch import device_info
+from rose_dist.kernels.combine_rotary import Unsummed
 from rose_dist.kernels.formats import FP8
 from rose_dist.kernels.fp8_experts import FEW, MANY, require
 from rose_dist.kernels.linear_add import MAX_ROWS
@@ -81,21 +82,24 @@ class GptOssDecoderLayer(nn.Module):
         return self.self_attn.takes_few(cache_dtype) and self.mlp.takes_few
 
     def forward_few(
-        self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, place: int, batch: GroupBatch,
-        live_rows: Tensor | None, after: RMSNorm, ahead: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, x: Tensor | Unsummed, residual: Tensor, cos: Tensor, sin: Tensor, place: int, batch: GroupBatch,
+        live_rows: Tensor | None, after: RMSNorm, following: GptOssDecoderLayer | None,
+    ) -> tuple[Tensor | Unsummed, Tensor]:  # fmt: skip
         """The same for up to `MAX_ROWS` tokens, in 6 launches for 12, or 7 and more with several ranks: norms,
-        residuals, rotary, routing and dispatch go with the launches beside them.
+        residuals, rotary, routing and dispatch go with the launches beside them. Of one token it is 5 on one GPU.
 
         Args:
-            x: `residual`, the layer's input, normalised.
-            ahead: the weights that are read after the layer's.
+            x: `residual`, the layer's input, normalised; or what is still to be added and normalised.
+            following: the next layer, whose first weights are asked for.
 
         Returns:
-            after(output), and the output.
+            after(output), and the output; or the former unsummed, where the following layer takes it so.
         """
         total = self.self_attn.add_few(x, residual, cos, sin, place, batch)
-        return self.mlp.add_few(total, self.post_attention_layernorm, after, live_rows, ahead), total
+        ahead = None if following is None else following.self_attn.qkv_proj.weight
+        unsummed = following is not None and following.self_attn.takes_unsummed(total.shape[0], self.mlp.rule.k)
+        norm = self.post_attention_layernorm
+        return self.mlp.add_few(total, norm, after, live_rows, ahead, unsummed=unsummed), total
 
 
 class GptOssModel(nn.Module):
@@ -154,12 +158,13 @@ class GptOssModel(nn.Module):
         layers = self.decoder_layers
         afters = [*(layer.input_layernorm for layer in layers[1:]), self.norm]
         # The rotary angles, which the next launch reads early, come from the embedding's.
-        normed: Tensor = layers[0].input_layernorm(x, ends_chain=True)
-        aheads = [*(layer.self_attn.qkv_proj.weight for layer in layers[1:]), None]
-        for layer, after, ahead, (group, place) in zip(layers, afters, aheads, self.places, strict=True):
+        normed: Tensor | Unsummed = layers[0].input_layernorm(x, ends_chain=True)
+        followings = [*layers[1:], None]
+        for layer, after, following, (group, place) in zip(layers, afters, followings, self.places, strict=True):
             normed, x = layer.forward_few(
-                normed, x, cos, sin, place, batch.groups[group], batch.live_rows, after, ahead
+                normed, x, cos, sin, place, batch.groups[group], batch.live_rows, after, following
             )
+        assert isinstance(normed, Tensor)
         return normed
 
 

@@ -115,6 +115,10 @@ class Local(AllToAll):
         return self._packs_compactly and len(self.local_experts) == self.config.num_experts
 
     @property
+    def holds_all(self) -> bool:
+        return self.packs_only and type(self) is Local
+
+    @property
     def _packs_compactly(self) -> bool:
         return self.gpu is not None and not self.config.scale_dim and self.gpu.options.layout == PackedLayout()
 
@@ -127,15 +131,25 @@ class Local(AllToAll):
         self, expert_out: torch.Tensor, dispatched: Dispatched, residual: torch.Tensor, norm_weight: torch.Tensor,
         eps: float,
     ) -> torch.Tensor:  # fmt: skip
+        handle = self._end(expert_out, dispatched)
+        handle.expert_out = expert_out
+        result = self.reduce_norm_on_gpu(handle, residual, norm_weight, eps)
+        handle.release()
+        return result
+
+    def results(self, expert_out: torch.Tensor, dispatched: Dispatched) -> tuple[torch.Tensor, torch.Tensor]:
+        handle = self._end(expert_out, dispatched)
+        handle.release()
+        return handle.packed.slots, handle.routing.weights
+
+    def _end(self, expert_out: torch.Tensor, dispatched: Dispatched) -> GpuHandle:
+        """The handle of a dispatch whose combine is in another launch."""
         handle = dispatched.handle
         assert isinstance(handle, GpuHandle)
         check_combine(self.config, expert_out, dispatched.x.shape[0])
         handle.enter(self, "combine_send")
         handle.enter(self, "combine_recv")
-        handle.expert_out = expert_out
-        result = self.reduce_norm_on_gpu(handle, residual, norm_weight, eps)
-        handle.release()
-        return result
+        return handle
 
     def reduce_norm_on_gpu(
         self, handle: GpuHandle, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float

@@ -230,6 +230,19 @@ class AllToAll(Protocol):
         """
         raise RuntimeError(f"{type(self).__name__} does more than to add up rows")
 
+    @property
+    def holds_all(self) -> bool:
+        """Whether `packs_only`, and all experts' results are on this GPU: `results` then may be used in place of
+        `combine_norm`, by a launch that sums them and does other work.
+        """
+        return False
+
+    def results(self, expert_out: torch.Tensor, dispatched: Dispatched) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots and weights of the rows of `expert_out` where it `holds_all`, as `kernels.combine_norm` takes them:
+        for a launch before the next dispatch's.
+        """
+        raise RuntimeError(f"{type(self).__name__} does more than to add up rows")
+
     def check(self) -> None:
         """Raise `WaitExpiredError` if a kernel on a GPU has waited in vain; to be called once a step, after it."""
         return None

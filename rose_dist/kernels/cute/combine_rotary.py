@@ -202,9 +202,7 @@ class CombineRotary(LinearRotary):
                     own = own + value * value
                 own = vector.group_sum(vector.select(number < vectors, own, Float32(0.0)), WARP)
                 if lane == 0:
-                    pointer = cute.make_ptr(
-                        Float32, partials + group * 4, cute.AddressSpace.smem, assumed_align=4
-                    )
+                    pointer = cute.make_ptr(Float32, partials + group * 4, cute.AddressSpace.smem, assumed_align=4)
                     cute.make_tensor(pointer, cute.make_layout(1))[0] = own
         cute.arch.sync_threads()
         return vector.sum_shared(partials, self.groups)
