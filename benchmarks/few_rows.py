@@ -22,6 +22,7 @@ from benchmarks.experts import Layer as ExpertLayer
 from benchmarks.graphs import copy_rate, table, time_call
 from rose_dist.kernels import layer_meeting
 from rose_dist.kernels.combine_norm import combine_norm
+from rose_dist.kernels.combine_rotary import Unsummed, combine_rotary
 from rose_dist.kernels.expert_map import map_experts
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.handover import Handover
@@ -120,11 +121,25 @@ class Layer:
         return ended(experts(self.packed.x, rows), weights, total)
 
     def handed(self, hidden: Hidden) -> Hidden:
-        """`whole` in the fewest launches for one row, whose experts get it before the router's launch has ended."""
+        """`whole` for one row, whose experts get it before the router's launch has ended."""
+        return self.ended_fused(*self.handed_on(self.queries_fused(hidden[0]), hidden[1]))
+
+    def handed_on(
+        self, attended: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The experts' results, weights and the residual stream."""
         handover = layer_meeting.meeting(DEVICE).handover(HIDDEN)
-        weights, total = self.routed_fused(self.queries_fused(hidden[0]), hidden[1], handover)
+        weights, total = self.routed_fused(attended, residual, handover)
         rows = ExpertRows(self.packed.counts, self.packed.offsets, 1, handover=handover)
-        return self.ended_fused(self.experts(self.packed.x, rows), weights, total)
+        return self.experts(self.packed.x, rows), weights, total
+
+    def unsummed(self, results: torch.Tensor, weights: torch.Tensor, total: torch.Tensor) -> Unsummed:
+        return Unsummed(results, self.packed.slots, weights, total, self.norms[1], EPS)
+
+    def fewest(self, before: Unsummed) -> Unsummed:
+        """`handed`, from experts' results to experts' results."""
+        q, total = combine_rotary(before, self.qkv, self.qkv_bias, KEY_HEADS, *self.turns, self.cache)
+        return self.unsummed(*self.handed_on(q.flatten(1), total))
 
 
 def most_rows(tokens: int) -> int:
@@ -198,12 +213,29 @@ def figures(layers: list[Layer], rows: int, rate: float) -> list[dict[str, Any]]
         ("layer", 11, 5, sum(linear) + experts, lambda: through(False, True), lambda: through(True, True)),
     ]  # fmt: skip
     if rows == 1:
-        for one, other in zip(layer.handed(hidden), layer.whole(True, True, hidden), strict=True):
+        given = layer.unsummed(results, weights, total)
+        end = layer.ended_fused(results, weights, total.clone())
+        for one, other in zip(layer.handed(end), layer.whole(True, True, end), strict=True):
             check("a layer whose row is handed over", one, other)
-        steps.append((
-            "layer, and its row handed over", 5, 5, sum(linear) + experts, lambda: through(True, True),
-            lambda: through(True, True, True),
-        ))  # fmt: skip
+        got = layer.fewest(given)
+        for one, other in zip(
+            layer.ended_fused(got.rows, got.weights, got.residual), layer.whole(True, True, end), strict=True
+        ):
+            check("a layer in the fewest launches", one, other)
+
+        def in_fewest() -> float:
+            def all_layers() -> None:
+                state = given
+                for one in layers:
+                    state = one.fewest(state)
+
+            return time_call(all_layers, replays=60, calls=1) / len(layers)
+
+        moved, before = sum(linear) + experts, lambda: through(True, True)
+        steps += [
+            ("layer, its row handed over", 5, 5, moved, before, lambda: through(True, True, True)),
+            ("layer, and summed by the next", 5, 4, moved, before, in_fewest),
+        ]
     return [
         {
             "rows": rows, "what": what, "launches": before, "us": apart(), "launches fused": after, "us fused": fused(),

@@ -7,8 +7,10 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from rose_dist.kernels import jit, launch, layer_meeting
+from rose_dist.kernels import jit, launch, layer_meeting, registry
 from rose_dist.kernels.arch import ARCHS
+from rose_dist.kernels.cute.mxfp4_experts import ExpertLinear
+from rose_dist.kernels.cute.route_rows import RouteRows
 from rose_dist.kernels.errors import KernelArgumentError
 from rose_dist.kernels.handover import Handover
 from rose_dist.kernels.moe_dispatch import PackedRows
@@ -18,10 +20,9 @@ from rose_dist.kernels.rms_norm import rms_norm
 from rose_dist.kernels.route_rows import route_rows
 from rose_dist.kernels.routing import Router
 from tests.kernels import emulation
+from tests.kernels.test_few_rows_interpreted import REGISTERS, SHARED, registers
 from tests.kernels.test_mxfp4_layout import random_mxfp4
-from tests.ptx.errors import PtxError
 from tests.ptx.launch import Launch
-from tests.ptx.weaken import weakenings
 
 EPS, HIDDEN, EXPERTS, K, LIMIT = 1e-5, 64, 32, 4, 7.0
 
@@ -132,21 +133,26 @@ def test_launches_that_overlap_change_nothing(block: Block) -> None:
             assert torch.equal(block.gpu.plain(result), one)
 
 
-@pytest.mark.parametrize("block", ["sm_90a"], indirect=True)
-def test_experts_without_their_wait_are_caught(block: Block) -> None:
-    """The next norm then begins, and writes, while the router still reads what it normalises."""
-    chain(block)
-    launches = block.launches[:3] + block.launches[:3]
-    at = len(launches) - 4
-    hasty = next(w for w in weakenings(launches[at].program) if "griddepcontrol.wait" in w.text)
-    launches[at] = hasty.apply(launches[at])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_the_next_launch_begins_behind_the_wait(arch: str) -> None:
+    """What it reads early was written by the router's launch, which may run while the experts already do."""
+    kernels = [k for k in registry._mxfp4_experts(ARCHS[arch]) if isinstance(k, ExpertLinear) and k.handed]
+    assert len(kernels) == 1
+    before, after = jit.compile_binary(kernels[0]).ptx.split("griddepcontrol.wait;")
+    assert "griddepcontrol.launch_dependents" in after
+    assert "griddepcontrol.launch_dependents" not in before
+    assert "ld.relaxed.sys.global.v4.b32" in before
 
-    def run() -> None:
-        for seed in range(12):
-            block.run(launches, seed)
 
-    with pytest.raises(PtxError):
-        run()
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_a_router_that_hands_over_starts_beside_the_experts(arch: str) -> None:
+    """Or the experts' blocks of its SMs would begin when it has ended."""
+    routers = [k for k in registry._few_rows(ARCHS[arch]) if isinstance(k, RouteRows) and k.hands_over]
+    experts = next(k for k in registry._mxfp4_experts(ARCHS[arch]) if isinstance(k, ExpertLinear) and k.handed)
+    taken = registers(experts, experts.tiling.threads)
+    for router in routers:
+        assert registers(router, router.weights.threads) + taken <= REGISTERS
+        assert router.places["size"] + experts.tiling.shared_bytes + 2 * 1024 <= SHARED
 
 
 def test_bad_arguments(block: Block) -> None:

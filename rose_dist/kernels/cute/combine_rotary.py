@@ -73,7 +73,7 @@ class CombineRotary(LinearRotary):
         return -(-self.weights.runs * RUN_WORDS // WARP)
 
     @cute.jit
-    def __call__(  # type: ignore[override]
+    def __call__(
         self, results: Int64, result_stride: Int64, places: Int64, shares: Int64, residual: Int64, total: Int64,
         scale: Int64, weight: Int64, bias: Int64, cos: Int64, sin: Int64, slots: Int64, keys: Int64, values: Int64,
         cache_slot: Int64, cache_head: Int64, out: Int64, eps: Float32, query_heads: Int32, key_heads: Int32,
@@ -93,7 +93,7 @@ class CombineRotary(LinearRotary):
         )  # fmt: skip
 
     @cute.kernel
-    def kernel(  # type: ignore[override]
+    def kernel(
         self, results: Int64, result_stride: Int64, places: Int64, shares: Int64, residual: Int64, total: Int64,
         scale: Int64, weight: Int64, bias: Int64, cos: Int64, sin: Int64, slots: Int64, keys: Int64, values: Int64,
         cache_slot: Int64, cache_head: Int64, out: Int64, eps: Float32, query_heads: Int32, key_heads: Int32,
