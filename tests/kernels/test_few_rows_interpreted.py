@@ -12,6 +12,7 @@ pytest.importorskip("cutlass")
 from rose_dist.kernels import binary, jit, launch, registry
 from rose_dist.kernels.arch import ARCHS
 from rose_dist.kernels.combine_norm import combine_norm
+from rose_dist.kernels.combine_rotary import Unsummed, combine_rotary
 from rose_dist.kernels.cute.combine_norm import CombineNorm
 from rose_dist.kernels.cute.linear_add import LinearAdd
 from rose_dist.kernels.cute.linear_rotary import LinearRotary
@@ -39,8 +40,8 @@ class Layer:
     waits before it lets others begin.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
-        self.gpu = emulation.install(monkeypatch, ARCHS[arch])
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str, rows: int = ROWS) -> None:
+        self.gpu, self.rows = emulation.install(monkeypatch, ARCHS[arch]), rows
         self.launches: list[Launch] = []
         monkeypatch.setattr(launch, "run", self._collect)
         torch.manual_seed(0)
@@ -49,43 +50,52 @@ class Layer:
             place((torch.randn(shape) / 8).bfloat16()) for shape in ((128, HIDDEN), (HIDDEN, 64), (EXPERTS, HIDDEN))
         )
         self.bias, self.norm = place(torch.randn(128).bfloat16()), place((torch.rand(HIDDEN) + 0.5).bfloat16())
-        self.turns = [place(torch.rand(ROWS, HEAD_DIM // 2)) for _ in range(2)]
+        self.turns = [place(torch.rand(rows, HEAD_DIM // 2)) for _ in range(2)]
         self.load = place(torch.zeros(EXPERTS, dtype=torch.int64))
 
     def _collect(self, kernel: jit.Kernel, on: torch.Tensor, *arguments: object) -> None:
         numbers = [launch.address(a) if isinstance(a, torch.Tensor) or a is None else a for a in arguments]
         self.launches += emulation.compiled(kernel)(*numbers, emulation.stream())
 
-    def __call__(self, normed: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        make = torch.empty
-        device = normed.device
+    def __call__(self, normed: torch.Tensor | Unsummed, x: torch.Tensor) -> tuple[Unsummed, torch.Tensor]:
+        """What the next layer takes, and the residual, to which the experts' results are still to be added."""
+        make, device, rows = torch.empty, x.device, self.rows
         cache = PagedCache(
             *(make(4, 1, HEAD_DIM, dtype=torch.bfloat16, device=device) for _ in range(2)),
-            self.gpu.tensor(torch.tensor([1, 3])),
+            self.gpu.tensor(torch.tensor([1, 3][:rows])),
         )
-        q = linear_rotary(normed, self.qkv, self.bias, 1, *self.turns, cache)
+        arguments = (self.qkv, self.bias, 1, *self.turns, cache)
+        if isinstance(normed, Unsummed):
+            q, x = combine_rotary(normed, *arguments)
+        else:
+            q = linear_rotary(normed, *arguments)
         total = linear_add(q.flatten(1), self.o, None, x)
         packed = PackedRows(
-            make(ROWS * 4, HIDDEN, dtype=torch.bfloat16, device=device), None,
-            make(ROWS, 4, dtype=torch.int32, device=device), make(EXPERTS, dtype=torch.int32, device=device),
+            make(rows * 4, HIDDEN, dtype=torch.bfloat16, device=device), None,
+            make(rows, 4, dtype=torch.int32, device=device), make(EXPERTS, dtype=torch.int32, device=device),
             make(EXPERTS + 1, dtype=torch.int64, device=device),
         )  # fmt: skip
         routed = route_rows(total, self.norm, EPS, self.router, None, Router(4), self.load, packed)
         results = rms_norm(packed.x, self.norm, EPS, ends_chain=True)
-        return combine_norm(results, packed.slots, routed.weights, total, self.norm, EPS), total
+        return Unsummed(results, packed.slots, routed.weights, total, self.norm, EPS), total
 
 
-@pytest.fixture
-def layer(monkeypatch: pytest.MonkeyPatch) -> Layer:
-    return Layer(monkeypatch, "sm_90a")
+def normed(end: Unsummed) -> torch.Tensor:
+    return combine_norm(end.rows, end.slots, end.weights, end.residual, end.norm_weight, end.eps)
 
 
 def two_layers(layer: Layer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The results of two layers on end, whose launches wait in `layer.launches`; and what they are."""
     place = layer.gpu.tensor
-    normed, x = (place(torch.randn(ROWS, HIDDEN).bfloat16()) for _ in range(2))
-    first = layer(normed, x)
-    results = [*first, *layer(*first)]
+    given, x = (place(torch.randn(layer.rows, HIDDEN).bfloat16()) for _ in range(2))
+    end, total = layer(given, x)
+    first: list[torch.Tensor] = []
+    if layer.rows > 1:
+        first = [normed(end), total]
+        end, total = layer(*first)
+    else:
+        end, total = layer(end, total)
+    results = [*first, normed(end), total]
     for one in layer.launches:
         layer.gpu.machine.run([one], seed=0)
     wanted = [layer.gpu.plain(result).clone() for result in results]
@@ -94,9 +104,11 @@ def two_layers(layer: Layer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return results, wanted
 
 
-def test_early_starts_change_nothing(layer: Layer) -> None:
+@pytest.mark.parametrize(("rows", "launches"), [(ROWS, 10), (1, 9)])
+def test_early_starts_change_nothing(rows: int, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer(monkeypatch, "sm_90a", rows)
     results, wanted = two_layers(layer)
-    assert len(layer.launches) == 10
+    assert len(layer.launches) == launches
     assert all(one.overlaps for one in layer.launches)
     for seed in range(3):
         layer.gpu.machine.run(layer.launches, seed=seed)
@@ -104,8 +116,12 @@ def test_early_starts_change_nothing(layer: Layer) -> None:
             assert torch.equal(layer.gpu.plain(result), one)
 
 
-@pytest.mark.parametrize("which", [1, 2, 4], ids=["linear_add", "route_rows", "combine_norm"])
-def test_a_launch_without_its_wait_is_caught(layer: Layer, which: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "which"), [(ROWS, 1), (ROWS, 2), (ROWS, 4), (1, 4)],
+    ids=["linear_add", "route_rows", "combine_norm", "combine_rotary"],
+)  # fmt: skip
+def test_a_launch_without_its_wait_is_caught(rows: int, which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer(monkeypatch, "sm_90a", rows)
     two_layers(layer)
     launches = layer.launches[:5]
     hasty = next(w for w in weakenings(launches[which].program) if "griddepcontrol.wait" in w.text)
@@ -122,7 +138,7 @@ def test_a_launch_without_its_wait_is_caught(layer: Layer, which: int) -> None:
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_all_weights_are_under_way_before_the_wait(arch: str) -> None:
     kernels: list[Any] = [k for k in registry._few_rows(ARCHS[arch]) if isinstance(k, LinearAdd | LinearRotary)]
-    assert len(kernels) == 2
+    assert len(kernels) == 3
     for kernel in kernels:
         compiled, weights = jit.compile_binary(kernel), kernel.weights
         before, after = compiled.ptx.split("griddepcontrol.wait;")
