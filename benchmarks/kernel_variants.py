@@ -21,11 +21,10 @@ FEW_ROWS = 132
 
 
 def norms(rows: int, hidden: int, *, quantized: bool, residual: bool) -> dict[str, Variant]:
-    """Of few long rows: half the threads; the next launch begun before the wait. Of many short ones: more registers."""
+    """Of few long rows: more threads; the next launch begun before the wait. Of many short ones: more registers."""
     if rows < FEW_ROWS and hidden * 2 > LONG_ROW_BYTES:
-        table = "QUANTIZE_SHAPES" if quantized else "ROW_SHAPES"
         return {
-            "two vectors a thread": _with_shape(rms_norm, table, RowShape(bytes=32, threads=32)),
+            "one vector a thread": partial(holding, rms_norm, "row_shape", lambda *_: RowShape(bytes=16, threads=32)),
             "the next launch early": partial(holding, rms_norm, "LONG_ROW_BYTES", 1 << 20),
         }
     if rows >= FEW_ROWS and hidden * 2 <= SHORT_ROW_BYTES and residual and quantized:

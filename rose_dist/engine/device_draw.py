@@ -46,8 +46,7 @@ class DeviceDraw:
             self._words = rule_words([DrawRule(s.temperature, s.top_k, s.top_p, s.min_p) for s in chosen])
             self._seeds = np.array([request.seed & (1 << 64) - 1 for request in requests], np.uint64)
         positions = np.array([request.output_length for request in requests], np.uint64)
-        # Of arrays whose columns are dense, numpy would make one like them.
-        return np.ascontiguousarray(np.concatenate((self._words, bits(self._seeds, positions).view(np.int64)[None])))
+        return np.concatenate((self._words, bits(self._seeds, positions).view(np.int64)[None]))
 
     def draw(self, logits: Tensor, rules: Tensor) -> Tensor:
         """Tokens for logits [rows, vocabulary] by `rules` [4, rows], both on the GPU; int64 [rows], in `sampled`."""

@@ -103,8 +103,8 @@ def _signed(word: int) -> int:
 
 
 def rule_words(rules: list[DrawRule]) -> npt.NDArray[np.int64]:
-    """int64 [3, rows]."""
-    return np.array([rule.words() for rule in rules], np.int64).reshape(len(rules), 3).T
+    """int64 [3, rows], rows dense."""
+    return np.ascontiguousarray(np.array([rule.words() for rule in rules], np.int64).reshape(len(rules), 3).T)
 
 
 def fits(logits: Tensor) -> bool:

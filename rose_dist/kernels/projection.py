@@ -22,10 +22,14 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype:
         out_dtype: `x`'s or fp32; None: `x`'s.
 
     Returns:
-        [rows, out]. Few rows on a GPU are rounded once, to `out_dtype`; others to `x`'s dtype first.
+        [rows, out]. On a GPU they are rounded once, to `out_dtype`, unless there is a bias and rows are many; elsewhere
+        to `x`'s dtype first.
     """
     if x.is_cuda and fits(x, weight):
         return small_linear(x, weight, bias, out_dtype=out_dtype)
+    if x.is_cuda and bias is None and out_dtype not in (None, x.dtype):
+        # To widen bf16 logits took 77 us for 128 rows of a vocabulary of 201,088, beside 305 for the product.
+        return torch.mm(x, weight.t(), out_dtype=out_dtype)
     y = linear(x, weight, bias)
     return y if out_dtype is None else y.to(out_dtype)
 

@@ -68,8 +68,9 @@ def scale_layouts(fmt: BlockFormat, arch: Arch) -> list[ScaleLayout]:
 def norms(arch: Arch) -> Iterator[Kernel]:
     dtype, width = torch.bfloat16, arch.vector_bytes
     for hidden in (64, 128, *HIDDEN, 16384):
-        for shape in ROW_SHAPES.variants:
+        for rows_for_each_sm in ROW_SHAPES.starts:
             for residual in (False, True):
+                shape = row_shape(hidden * 2, rows_for_each_sm, residual, False)
                 yield norm_kernel(
                     arch, dtype, dtype, hidden, shape, width, 0.0, residual, None, hidden * 2 > LONG_ROW_BYTES
                 )
@@ -78,7 +79,8 @@ def norms(arch: Arch) -> Iterator[Kernel]:
     yield norm_kernel(arch, dtype, dtype, 128, SHORT_QUANTIZE_SHAPES.variants[-1], width, 0.0, False, output)
     for hidden in HIDDEN:
         for fmt in (FP8, MXFP8):
-            for shape in QUANTIZE_SHAPES.variants:
+            for rows_for_each_sm in QUANTIZE_SHAPES.starts:
+                shape = row_shape(hidden * 2, rows_for_each_sm, True, True)
                 output = BlockOutput(fmt, scale_layouts(fmt, arch)[-1], hidden)
                 yield norm_kernel(
                     arch, dtype, dtype, hidden, shape, width, 0.0, True, output, hidden * 2 > LONG_ROW_BYTES

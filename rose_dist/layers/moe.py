@@ -121,9 +121,11 @@ class MoE(nn.Module):
 
 
 def most_rows(tokens: int, top_k: int, experts: int) -> int:
-    """Rows of the largest expert, three standard deviations above the mean of an even spread."""
+    """Rows of the largest expert, three standard deviations above the mean of an even spread, and one a token at most:
+    a single token then takes the kernel for one row whatever the number of experts.
+    """
     mean = tokens * top_k / experts
-    return math.ceil(mean + 3 * math.sqrt(mean))
+    return min(tokens, math.ceil(mean + 3 * math.sqrt(mean)))
 
 
 def many_rows(top_k: int, experts: int, activations: MoeActivations) -> Ranges[torch.dtype | None]:
