@@ -100,9 +100,7 @@ class MoE(nn.Module):
             return Routing(routed.ids, routed.weights)
 
         dispatched = self.exchange.dispatch_packed(x.shape[0], pack)
-        # Only these tokens' rows are here, and a token names an expert once.
-        most = min(x.shape[0], self._most_rows(x.shape[0]))
-        rows = ExpertRows(dispatched.counts, dispatched.offsets, most, handover=handover)
+        rows = ExpertRows(dispatched.counts, dispatched.offsets, self._most_rows(x.shape[0]), handover=handover)
         expert_out = self.experts(dispatched.x, rows, ahead=ahead)
         if unsummed and self.exchange.holds_all:
             return Unsummed(expert_out, *self.exchange.results(expert_out, dispatched), x, after.weight, after.eps)
