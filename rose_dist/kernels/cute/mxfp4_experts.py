@@ -116,19 +116,20 @@ class ExpertLinear(jit.Kernel):
         epoch = Uint32(0)
         if const_expr(self.handed):
             epoch = current_epoch(x + EPOCH_AT)
-            kept = self.keep(factors)
+            kept, known = self.keep(factors), shared_integers(4 * len(self.tiles) * WARP)
             cute.arch.sync_threads()
             if feeds:
-                self.list_choice(x, epoch, kept, starts, segments, limit_ns, report)
+                starts[self.experts] = self.list_choice(x, epoch, kept, segments, known, limit_ns, report)
             cute.arch.sync_threads()
+            shares = self.known_shares(known, starts[self.experts])
         else:
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
             mine = load_experts(counts, offsets, factors, self.experts, tiling.threads)
             count_segments(mine, starts, tiling.rows, self.experts, tiling.threads)
-        shares = [self.share(starts[self.experts], tiles) for tiles in self.tiles]
-        if const_expr(not self.handed):
-            base, end = self.met(shares)
+            shares = [self.share(starts[self.experts], tiles) for tiles in self.tiles]
+            base = shares[0][3]
+            end = vector.max_of(shares[0][2], shares[1][2]) if both else shares[0][2]
             list_segments(mine, starts, segments, base, base + end, tiling.rows, self.experts)
         items, tile, ends = ([share[i] for share in shares] for i in range(3))
         if feeds:
@@ -147,11 +148,6 @@ class ExpertLinear(jit.Kernel):
                     cute.arch.mbarrier_arrive(barrier(shared, tiling.written))
                 self.compute(shared, second_bias, second_out, alpha, limit, segments, items[1], tile[1], state, 1)
 
-    def met(self, shares: Any) -> tuple[Any, Any]:
-        """The first segment that this block meets, which is the same in each layer, and how many there are."""
-        ends = [share[2] for share in shares]
-        return shares[0][3], vector.max_of(*ends) if len(ends) > 1 else ends[0]
-
     def keep(self, factors: Any) -> list[cute.Tensor]:
         """The factors in shared memory: Int32 [experts] of each layer."""
         tables = [shared_integers(self.experts) for _ in self.tiles]
@@ -163,21 +159,32 @@ class ExpertLinear(jit.Kernel):
 
     @cute.jit
     def list_choice(
-        self, handover: Int64, epoch: Uint32, factors: list[cute.Tensor], starts: cute.Tensor,
-        segments: list[cute.Tensor], limit_ns: Int64, report: Int64,
-    ) -> None:  # fmt: skip
-        """By the feeding warp: a segment for each expert of the token, as `list_segments`, and their number."""
+        self, handover: Int64, epoch: Uint32, factors: list[cute.Tensor], segments: list[cute.Tensor],
+        known: cute.Tensor, limit_ns: Int64, report: Int64,
+    ) -> Int32:  # fmt: skip
+        """By the feeding warp: a segment for each expert of the token, as `list_segments`; returns their number."""
+        lane = cute.arch.thread_idx()[0] % WARP
+        # While there is time: a lane the shares of so many segments. Their divisions would precede the first copy else.
+        for i, value in enumerate(value for tiles in self.tiles for value in self.share(lane, tiles)):
+            known[i * WARP + lane] = value
+        cute.arch.sync_warp()
         expert, place, number = take_choice(handover, epoch, limit_ns, report)
-        if cute.arch.thread_idx()[0] % WARP == 0:
-            starts[self.experts] = number
+        if lane == 0:
             take_epoch(handover, cute.arch.block_idx()[0] == 0, cute.arch.grid_dim()[0])
-        base, end = self.met([self.share(number, tiles) for tiles in self.tiles])
+        shares = self.known_shares(known, number)
+        base = shares[0][3]
+        end = vector.max_of(shares[0][2], shares[1][2]) if const_expr(len(self.tiles) > 1) else shares[0][2]
         if (expert < self.experts) & (place >= base) & (place < base + end):
             segments[0][place - base] = expert
             segments[1][place - base] = place
             segments[2][place - base] = Int32(1)
             for layer in range_constexpr(len(factors)):
                 segments[3 + layer][place - base] = factors[layer][expert]
+        return number
+
+    def known_shares(self, known: Any, number: Any) -> Any:
+        """Those of so many segments, as `share` gives them, of each layer."""
+        return [[known[(4 * layer + i) * WARP + number] for i in range(4)] for layer in range(len(self.tiles))]
 
     @cute.jit
     def take_row(self, shared: Int32, handover: Int64, epoch: Uint32, limit_ns: Int64, report: Int64) -> None:

@@ -43,7 +43,7 @@ class Feeder:
         copies = first
         if const_expr(len(self.tiles) > 1):
             copies += items[1] * steps
-        ptx.fence_async_copies()  # the launch before has written the rows, which is known since the wait
+        self.know_rows()
         # Copies are carried out in turn: behind the weights, rows, which are needed at once, would come last.
         for early in range_constexpr(tiling.buffers):
             self.fetch_rows(shared, x, segments, ends, Boolean(False), Int32(early))
@@ -82,6 +82,11 @@ class Feeder:
                     self.meet(shared, x, segments, items, ends, meeting)
                     done, done_left = Int32(0), (self.tiles[1] - tile[1]) * steps
             stage, parity = next_stage(stage, parity, self.tiling.stages)
+
+    def know_rows(self) -> None:
+        """The launch before has written the rows, which is known since the wait."""
+        if not self.handed:
+            ptx.fence_async_copies()
 
     def let_next_begin(self) -> None:
         """After a handover: the router's launch may still run, but the next one's early reads rely on its end."""
