@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from rose_dist.kernels import jit, launch, layer_meeting, registry
+from rose_dist.kernels import jit, launch, layer_meeting, mxfp4_experts, registry
 from rose_dist.kernels.arch import ARCHS
 from rose_dist.kernels.cute.mxfp4_experts import ExpertLinear
 from rose_dist.kernels.cute.route_rows import RouteRows
@@ -19,6 +19,7 @@ from rose_dist.kernels.mxfp4_layout import PackedMxfp4, pack_mxfp4
 from rose_dist.kernels.rms_norm import rms_norm
 from rose_dist.kernels.route_rows import route_rows
 from rose_dist.kernels.routing import Router
+from rose_dist.kernels.sync import REPORT_WORDS, WaitExpiredError
 from tests.kernels import emulation
 from tests.kernels.test_few_rows_interpreted import REGISTERS, SHARED, registers
 from tests.kernels.test_mxfp4_layout import random_mxfp4
@@ -131,6 +132,19 @@ def test_launches_that_overlap_change_nothing(block: Block) -> None:
         block.run(block.launches, seed)
         for result, one in zip(results, wanted, strict=True):
             assert torch.equal(block.gpu.plain(result), one)
+
+
+@pytest.mark.parametrize("block", ["sm_90a"], indirect=True)
+def test_experts_that_wait_in_vain_end_and_say_so(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mxfp4_experts, "LIMIT_NS", 1000)
+    x = token(block)
+    place = layer_meeting.meeting(x.device)
+    monkeypatch.setattr(place.report, "_words", block.gpu.machine.zeros(REPORT_WORDS, torch.int32))
+    block(x, block.handover(x), norm=False)
+    block.launches = block.launches[1:]  # the router's is lost
+    block.finish()
+    with pytest.raises(WaitExpiredError, match="in the router beyond the limit"):
+        layer_meeting.check()
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

@@ -139,7 +139,8 @@ class ExpertLinear(jit.Kernel):
             )  # fmt: skip
         else:
             if const_expr(self.handed):
-                self.take_row(shared, x, epoch, limit_ns, report)
+                if starts[self.experts] > 0:
+                    self.take_row(shared, x, epoch, limit_ns, report)
             state = [Int32(0), Int32(0), Int32(1), Int32(tiling.buffers - 1), Int32(1)]
             state = self.compute(shared, bias, out, alpha, limit, segments, items[0], tile[0], state, 0)
             if const_expr(both):
