@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from rose_dist.kernels import jit, ptx, vector
+from rose_dist.kernels import jit, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute.expert_segments import count_segments, list_segments, load_experts, load_factors
 from rose_dist.kernels.cute.expert_slots import shared_integers
-from rose_dist.kernels.cute.handover import take_choice, take_epoch, take_row
+from rose_dist.kernels.cute.handover import take_choice, take_epoch, take_results, take_row
 from rose_dist.kernels.cute.mxfp4_feed import Feeder
 from rose_dist.kernels.cute.mxfp4_operands import barrier, decode, load_shared, next_stage, wait
 from rose_dist.kernels.cute.mxfp4_sums import Sums
@@ -49,6 +49,10 @@ from rose_dist.kernels.stream_tiling import StreamTiling
 from rose_dist.kernels.variants import WARP
 from rose_dist.kernels.warp_matrix import load_matrices, multiply_add
 
+HANDED_THREADS = 768
+"""For so many the compiler must leave registers, 80 each, though there are fewer. A quarter of an SM has 16,384, and 4
+of the warps then leave 6,144 to the 3 that a block of the router's has in one of the quarters.
+"""
 SEGMENTS = 64
 """Most (expert, rows of x) pairs that one block may meet."""
 
@@ -96,6 +100,7 @@ class ExpertLinear(jit.Kernel):
         ).launch(
             grid=[blocks, 1, 1], block=[self.tiling.threads, 1, 1], smem=self.tiling.shared_bytes, stream=stream,
             use_pdl=True, min_blocks_per_mp=1, preferred_smem_carveout=100,
+            max_number_threads=[HANDED_THREADS if self.handed else self.tiling.threads, 1, 1],
         )  # fmt: skip
 
     @cute.kernel
@@ -142,12 +147,15 @@ class ExpertLinear(jit.Kernel):
                 if starts[self.experts] > 0:
                     self.take_row(shared, x, epoch, limit_ns, report)
             state = [Int32(0), Int32(0), Int32(1), Int32(tiling.buffers - 1), Int32(1)]
-            state = self.compute(shared, bias, out, alpha, limit, segments, items[0], tile[0], state, 0)
+            handed = [x, Int64(epoch), limit_ns, report]
+            state = self.compute(shared, bias, out, alpha, limit, segments, items[0], tile[0], state, handed, 0)
             if const_expr(both):
                 cute.arch.sync_warp()
                 if thread % WARP == 0:
                     cute.arch.mbarrier_arrive(barrier(shared, tiling.written))
-                self.compute(shared, second_bias, second_out, alpha, limit, segments, items[1], tile[1], state, 1)
+                self.compute(
+                    shared, second_bias, second_out, alpha, limit, segments, items[1], tile[1], state, handed, 1
+                )  # fmt: skip
 
     def keep(self, factors: Any) -> list[cute.Tensor]:
         """The factors in shared memory: Int32 [experts] of each layer."""
@@ -193,8 +201,25 @@ class ExpertLinear(jit.Kernel):
         tiling = self.tiling
         buffers = [shared + tiling.row_offset + i * tiling.rows * tiling.row_stride for i in range(tiling.buffers)]
         take_row(handover, epoch, buffers, tiling.columns * BLOCK, tiling.warps * WARP, limit_ns, report)
-        ptx.fence_shared_copies()  # the second layer's rows come there by bulk copies
         cute.arch.barrier(barrier_id=1, number_of_threads=tiling.warps * WARP)
+
+    @cute.jit
+    def await_row(
+        self, shared: Int32, buffer: Int32, parity: Int32, expert: Int32, handed: list[Int64],
+        layer: cutlass.Constexpr,
+    ) -> None:  # fmt: skip
+        """By a computing warp: a segment's rows. Of a handover the first layer's are there; the second's, results of an
+        expert as they come from all blocks, are taken by these warps, which are all done with the item before.
+        """
+        tiling, (handover, epoch, limit_ns, report) = self.tiling, handed
+        if const_expr(not self.handed):
+            wait(barrier(shared, 2 * tiling.stages + buffer), parity)
+        elif const_expr(layer == 1):
+            target, threads = shared + tiling.row_offset + buffer * tiling.row_stride, tiling.warps * WARP
+            take_results(
+                handover, Uint32(epoch), expert, target, tiling.columns * BLOCK, threads, limit_ns, report
+            )  # fmt: skip
+            cute.arch.barrier(barrier_id=1, number_of_threads=threads)
 
     def share(self, segments: Any, tiles: int) -> Any:
         """Of a layer's items this block's number, the first one's tile row, and how many segments they are of; and the
@@ -222,15 +247,16 @@ class ExpertLinear(jit.Kernel):
     @cute.jit
     def compute(
         self, shared: Int32, bias: Int64, out: Int64, alpha: Float32, limit: Float32,
-        segments: list[cute.Tensor], items: Int32, tile: Int32, state: list[Int32], layer: cutlass.Constexpr,
+        segments: list[cute.Tensor], items: Int32, tile: Int32, state: list[Int32], handed: list[Int64],
+        layer: cutlass.Constexpr,
     ) -> list[Int32]:  # fmt: skip
         """A computing warp: its columns of each item of a layer, and its turn in adding up.
 
         state: the ring's stage and parity, that of the barrier of sums, the buffer of rows and its parity; returned for
-        the next layer.
+        the next layer. handed: the handover, its epoch, and the limit and report of waits.
         """
         tiling, tiles = self.tiling, self.tiles[layer]
-        meet = Sums(tiles, self.tiling, self.gated and layer == 0)
+        meet = Sums(tiles, self.tiling, self.gated and layer == 0, self.handed and layer == 0)
         thread = cute.arch.thread_idx()[0]
         warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
         meeting, added = shared + tiling.meeting_offset, barrier(shared, tiling.added)
@@ -242,12 +268,9 @@ class ExpertLinear(jit.Kernel):
         for done in range(items):
             if (tile == 0) | (done == 0):
                 segment += 1
-                buffer += 1
-                if buffer == tiling.buffers:
-                    buffer = Int32(0)
-                    row_parity ^= 1
+                buffer, row_parity = next_stage(buffer, row_parity, tiling.buffers)
                 expert, start, count, factor = [segments[i][segment] for i in (0, 1, 2, 3 + layer)]
-                wait(barrier(shared, 2 * tiling.stages + buffer), row_parity)
+                self.await_row(shared, buffer, row_parity, start, handed, layer)
             biases = Uint32(0)
             if part < tiling.parts:
                 biases = meet.bias(bias, expert, tile, part)
@@ -261,7 +284,11 @@ class ExpertLinear(jit.Kernel):
                     if const_expr(again > 0):
                         biases = meet.bias(bias, expert, tile, part + again)
                     target = out + (Int64(start) * (16 * tiles) + tile * 16) * meet.pair_bytes
-                    meet.finish(meeting, part + again, target, count, factor, biases, alpha, limit)
+                    ending = (factor, biases, alpha, limit)
+                    if const_expr(meet.gives):
+                        meet.give(meeting, part + again, handed[0], Uint32(handed[1]), start, tile, *ending)
+                    else:
+                        meet.finish(meeting, part + again, target, count, *ending)
             if part < tiling.adders:
                 cute.arch.sync_warp()
                 if lane == 0:
