@@ -13,6 +13,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +214,8 @@ def figures(layers: list[Layer], rows: int, rate: float) -> list[dict[str, Any]]
         ("layer", 11, 5, sum(linear) + experts, lambda: through(False, True), lambda: through(True, True)),
     ]  # fmt: skip
     if rows == 1:
-        given = layer.unsummed(results, weights, total)
+        # With slots of its own: they are written to again.
+        given = replace(layer.unsummed(results, weights, total), slots=layer.packed.slots.clone())
         end = layer.ended_fused(results, weights, total.clone())
         for one, other in zip(layer.handed(end), layer.whole(True, True, end), strict=True):
             check("a layer whose row is handed over", one, other)

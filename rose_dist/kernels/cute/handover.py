@@ -17,8 +17,10 @@ reads it first of all, then takes the choice, and then adds its share.
 Why that is safe: two handovers are used in turn, and between two launches of the experts that use the same one there is
 another such launch, or one that waits before it lets the next begin (attention, a step's first norm). The experts let
 the next launch begin behind their own wait for the router's. So whoever reads an epoch early finds the one of before
-finished; and the router's launch, which waits for all before it, overwrites packets that all have read. Waiting blocks
-keep no one from running: they have started because all of the router's blocks had, and those because all before had.
+finished; and the router's launch, which waits for all before it, overwrites packets that all have read. The experts'
+blocks overwrite results of two such launches ago. Waiting blocks keep no one from running: they have started because
+all of the router's blocks had, and those because all before had. For results they wait for one another, so all must be
+on the GPU at once: there is one an SM.
 """
 
 from __future__ import annotations

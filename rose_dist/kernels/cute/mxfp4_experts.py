@@ -11,7 +11,8 @@ and arrive at the mbarrier `written`; the feeding warp, which has waited there, 
 second layer's rows. Weights of the second layer, which depend on nothing, fill the ring meanwhile: memory does not rest
 between the layers.
 
-A single token's row and experts may be handed over by the router's launch while that still runs (`handover`).
+A single token's row and experts may be handed over by the router's launch while that still runs, and the first layer's
+results as they come, without that meeting (`handover`).
 """
 
 from __future__ import annotations
