@@ -202,12 +202,6 @@ def fence_async_copies(*, loc: Any = None, ip: Any = None) -> None:
     _asm("fence.proxy.async.global;", "", None, loc=loc, ip=ip)
 
 
-@dsl_user_op
-def fence_shared_copies(*, loc: Any = None, ip: Any = None) -> None:
-    """What this thread has written to shared memory comes before asynchronous copies to it that are started later."""
-    _asm("fence.proxy.async.shared::cta;", "", None, loc=loc, ip=ip)
-
-
 # --- NVLink SHARP multicast: only on addresses of a multicast mapping -----------------------------------------------
 
 

@@ -30,6 +30,7 @@ from rose_dist.engine.sampler import Sampler
 from rose_dist.engine.step import SequenceStep, Step
 from rose_dist.kernels import deep_gemm, fp8_experts, mxfp4_e4m3, paged_prefill
 from rose_dist.kernels.arch import HOPPER, DeviceInfo
+from rose_dist.kernels.cute.mxfp4_experts import ExpertLinear
 from rose_dist.kernels.paged_attention import DecodeWorkspace
 from rose_dist.layers.expert_matrices import MoeActivations, MoeWeights, PackedMatrix
 from rose_dist.layers.forward_batch import KVStorage
@@ -160,7 +161,8 @@ def test_steps_are_those_of_the_cpu(way: str, experts: int, tmp_path: Path, monk
             SequenceStep([9], 20, [(0, [3, 5]), (0, [2, 4])], True),
         ]
     )
-    expected_first, expected = plain.run(prefill), plain.run(decode)
+    alone = Step(decode.sequences[1:])
+    expected_first, expected, expected_alone = (plain.run(step) for step in (prefill, decode, alone))
     assert expected_first is not None
     assert expected is not None
 
@@ -214,6 +216,12 @@ def test_steps_are_those_of_the_cpu(way: str, experts: int, tmp_path: Path, monk
         layer = ["LinearRotary", "DecodeAttention", "LinearAdd", "RouteRows", "ExpertLinear", "CombineNorm"]
         few = ["CopyWords", "Embed", "RMSNorm", *2 * layer, "SmallLinear", "DrawRows", "CopyWords"]
         assert decoded == few, decoded
+        # A single token's experts are handed over.
+        before, graphs = len(gpu.kernels), DecodeGraphs(model, batch, (1,), drawing)
+        assert_alike(graphs.run(alone, drawing.rules(requests[1:])), expected_alone, most)
+        ran = [type(kernel).__name__ for kernel in gpu.kernels[before:]]
+        assert ran == few, ran
+        assert all(kernel.handed for kernel in gpu.kernels[before:] if isinstance(kernel, ExpertLinear))
 
 
 def assert_alike(found: torch.Tensor | None, expected: torch.Tensor, most: float = 0.02) -> None:

@@ -7,8 +7,10 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from rose_dist.kernels import jit, launch, layer_meeting
+from rose_dist.kernels import jit, launch, layer_meeting, mxfp4_experts, registry
 from rose_dist.kernels.arch import ARCHS
+from rose_dist.kernels.cute.mxfp4_experts import ExpertLinear
+from rose_dist.kernels.cute.route_rows import RouteRows
 from rose_dist.kernels.errors import KernelArgumentError
 from rose_dist.kernels.handover import Handover
 from rose_dist.kernels.moe_dispatch import PackedRows
@@ -17,13 +19,15 @@ from rose_dist.kernels.mxfp4_layout import PackedMxfp4, pack_mxfp4
 from rose_dist.kernels.rms_norm import rms_norm
 from rose_dist.kernels.route_rows import route_rows
 from rose_dist.kernels.routing import Router
+from rose_dist.kernels.sync import REPORT_WORDS, WaitExpiredError
 from tests.kernels import emulation
+from tests.kernels.test_few_rows_interpreted import REGISTERS, SHARED, registers
 from tests.kernels.test_mxfp4_layout import random_mxfp4
-from tests.ptx.errors import PtxError
 from tests.ptx.launch import Launch
-from tests.ptx.weaken import weakenings
 
 EPS, HIDDEN, EXPERTS, K, LIMIT = 1e-5, 64, 32, 4, 7.0
+LONG = 1 << 40
+"""Nanoseconds: the interpreter's clock runs ahead while many only poll."""
 
 
 class Block:
@@ -33,6 +37,7 @@ class Block:
         self.gpu = emulation.install(monkeypatch, ARCHS[arch], sms)
         self.launches: list[Launch] = []
         monkeypatch.setattr(launch, "run", self._collect)
+        monkeypatch.setattr(mxfp4_experts, "LIMIT_NS", LONG)
         torch.manual_seed(0)
         place = self.gpu.tensor
         self.layers = []
@@ -133,20 +138,40 @@ def test_launches_that_overlap_change_nothing(block: Block) -> None:
 
 
 @pytest.mark.parametrize("block", ["sm_90a"], indirect=True)
-def test_experts_without_their_wait_are_caught(block: Block) -> None:
-    """The next norm then begins, and writes, while the router still reads what it normalises."""
-    chain(block)
-    launches = block.launches[:3] + block.launches[:3]
-    at = len(launches) - 4
-    hasty = next(w for w in weakenings(launches[at].program) if "griddepcontrol.wait" in w.text)
-    launches[at] = hasty.apply(launches[at])
+def test_experts_that_wait_in_vain_end_and_say_so(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mxfp4_experts, "LIMIT_NS", 1000)
+    x = token(block)
+    place = layer_meeting.meeting(x.device)
+    monkeypatch.setattr(place.report, "_words", block.gpu.machine.zeros(REPORT_WORDS, torch.int32))
+    block(x, block.handover(x), norm=False)
+    block.launches = block.launches[1:]  # the router's is lost
+    block.finish()
+    with pytest.raises(WaitExpiredError, match="in the router beyond the limit"):
+        layer_meeting.check()
 
-    def run() -> None:
-        for seed in range(12):
-            block.run(launches, seed)
 
-    with pytest.raises(PtxError):
-        run()
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_the_next_launch_begins_behind_the_wait(arch: str) -> None:
+    """What it reads early was written by the router's launch, which may run while the experts already do."""
+    kernels = [k for k in registry._mxfp4_experts(ARCHS[arch]) if isinstance(k, ExpertLinear) and k.handed]
+    assert len(kernels) == 1
+    before, after = jit.compile_binary(kernels[0]).ptx.split("griddepcontrol.wait;")
+    assert "griddepcontrol.launch_dependents" in after
+    assert "griddepcontrol.launch_dependents" not in before
+    assert "ld.relaxed.sys.global.v4.b32" in before
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_a_router_that_hands_over_starts_beside_the_experts(arch: str) -> None:
+    """Or the experts' blocks of its SMs would begin when it has ended."""
+    routers = [k for k in registry._few_rows(ARCHS[arch]) if isinstance(k, RouteRows) and k.hands_over]
+    experts = next(k for k in registry._mxfp4_experts(ARCHS[arch]) if isinstance(k, ExpertLinear) and k.handed)
+    for router in routers:
+        # Warps are spread evenly over the SM's four quarters, each with its own registers.
+        taken = [(k, -(-threads // 32 // 4) * 128) for k, threads in ((router, 288), (experts, 512))]
+        assert router.weights.threads == 288
+        assert sum(registers(k, threads) for k, threads in taken) <= REGISTERS
+        assert router.places["size"] + experts.tiling.shared_bytes + 4096 + 2 * 1024 <= SHARED
 
 
 def test_bad_arguments(block: Block) -> None:

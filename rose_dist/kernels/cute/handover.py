@@ -8,6 +8,7 @@ three are there.
 |---|---|---|---|
 | of the choice | a thread of the router's first block | the feeding warp of each experts' block | an expert a byte |
 | of the row | the router's blocks, a share each | the computing warps of each experts' block | six bf16 |
+| of a result of the first layer | a warp of the experts' block that has it | the same | four bf16 |
 
 Epoch: a u64, finished handovers in the high half and arrived blocks in the low one (`packets.current_epoch`); a
 handover's is 1 + the high half. The router's launch reads it behind its dependency wait. Each of the experts' blocks
@@ -16,8 +17,10 @@ reads it first of all, then takes the choice, and then adds its share.
 Why that is safe: two handovers are used in turn, and between two launches of the experts that use the same one there is
 another such launch, or one that waits before it lets the next begin (attention, a step's first norm). The experts let
 the next launch begin behind their own wait for the router's. So whoever reads an epoch early finds the one of before
-finished; and the router's launch, which waits for all before it, overwrites packets that all have read. Waiting blocks
-keep no one from running: they have started because all of the router's blocks had, and those because all before had.
+finished; and the router's launch, which waits for all before it, overwrites packets that all have read. The experts'
+blocks overwrite results of two such launches ago. Waiting blocks keep no one from running: they have started because
+all of the router's blocks had, and those because all before had. For results they wait for one another, so all must be
+on the GPU at once: there is one an SM.
 """
 
 from __future__ import annotations
@@ -28,8 +31,18 @@ from rose_dist.kernels import ptx, vector
 from rose_dist.kernels.cute.mxfp4_operands import load_shared
 from rose_dist.kernels.cute.packets import receive
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Uint32, Uint64, cute, cutlass, range_constexpr
-from rose_dist.kernels.handover import CHOICE_AT, EPOCH_AT, MOST_CHOSEN, NO_EXPERT, PACKET_BYTES, ROW_AT, row_packets
-from rose_dist.kernels.stream_tiling import HANDOVER_STAGE
+from rose_dist.kernels.handover import (
+    CHOICE_AT,
+    EPOCH_AT,
+    MOST_CHOSEN,
+    NO_EXPERT,
+    PACKET_BYTES,
+    ROW_AT,
+    result_packets,
+    results_at,
+    row_packets,
+)
+from rose_dist.kernels.stream_tiling import HANDOVER_STAGE, LAYERS_STAGE
 from rose_dist.kernels.variants import WARP
 
 
@@ -97,6 +110,45 @@ def take_row(
             for target in targets:
                 for i in range_constexpr(3):
                     _shared_word(target + packet * 12 + 4 * i)[0] = received[i]
+
+
+def give_results(handover: Any, epoch: Any, expert: Any, number: Any, value: Any, hidden: int) -> None:
+    """By one warp: results 8 · number … 8 · number + 7 of the token's so manieth expert, result g of which lane 4g has
+    as fp32.
+    """
+    lane = cute.arch.thread_idx()[0] % WARP
+    word = ptx.to_bf16x2(value, cute.arch.shuffle_sync(value, (lane + 4) % WARP))
+    other = cute.arch.shuffle_sync(word, (lane + 8) % WARP)
+    packet = expert * result_packets(hidden) + number * 2 + lane // 16
+    _store_if(lane % 16 == 0, handover + results_at(hidden) + Int64(packet) * PACKET_BYTES, word, other, epoch)
+
+
+@cute.jit
+def _store_if(wanted: Boolean, address: Int64, first: Uint32, second: Uint32, epoch: Uint32) -> None:
+    if wanted:
+        ptx.store_packet(address, (first, second, Uint32(0), epoch))
+
+
+@cute.jit
+def take_results(
+    handover: Int64, epoch: Uint32, expert: Int32, target: Int32, hidden: cutlass.Constexpr,
+    threads: cutlass.Constexpr, limit_ns: Int64, report: Int64,
+) -> None:  # fmt: skip
+    """All of an expert's, by the block's first `threads`, to a shared address."""
+    packets = result_packets(hidden)
+    rounds = (packets + threads - 1) // threads
+    received, none = cute.make_rmem_tensor(4 * rounds, Uint32), Int32(0)
+    numbers = [i * threads + cute.arch.thread_idx()[0] for i in range(rounds)]
+    there = [Boolean(number < packets) for number in numbers]
+    first = handover + results_at(hidden) + Int64(expert) * (packets * PACKET_BYTES)
+    addresses = [first + Int64(vector.min_of(number, Int32(packets - 1))) * PACKET_BYTES for number in numbers]
+    receive(
+        addresses, there, [none] * rounds, epoch, received, Boolean(True), limit_ns, report, none, LAYERS_STAGE
+    )  # fmt: skip
+    for i in range_constexpr(rounds):
+        if there[i]:
+            for j in range_constexpr(2):
+                _shared_word(target + numbers[i] * 8 + 4 * j)[0] = received[4 * i + j]
 
 
 def take_epoch(handover: Any, first_block: Any, blocks: Any) -> None:

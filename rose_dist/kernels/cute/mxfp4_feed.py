@@ -19,7 +19,7 @@ class Feeder:
     """Copies of weights follow one another across the borders of items, segments and layers: those of the second layer
     fill the ring while results of the first are still computed, here and elsewhere. Rows come when they exist.
 
-    handed: all segments' row in the first layer is in every buffer already, or will be once there is a block barrier.
+    handed: rows are not its business, nor is that the blocks meet.
     tiles: tile rows of a matrix, of each layer. Arguments that are lists have an element a layer too, but for
     `segments`: of each segment that the block meets the expert, its first row, and its rows.
     """
@@ -42,7 +42,7 @@ class Feeder:
         copies, flipped = first, Uint32(0)
         if const_expr(len(self.tiles) > 1):
             copies += items[1] * steps[1]
-        ptx.fence_async_copies()  # the launch before has written the rows, which is known since the wait
+        self.know_rows()
         # Copies are carried out in turn: behind the weights, rows, which are needed at once, would come last.
         for early in range_constexpr(tiling.buffers):
             self.fetch_rows(shared, x, segments, ends, Boolean(False), Int32(early))
@@ -82,6 +82,11 @@ class Feeder:
                     self.meet(shared, x, segments, items, ends, meeting, flipped)
                     done, done_left = Int32(0), (self.tiles[1] - tile[1]) * steps[1]
             stage, parity = next_stage(stage, parity, self.tiling.stages)
+
+    def know_rows(self) -> None:
+        """The launch before has written the rows, which is known since the wait."""
+        if not self.handed:
+            ptx.fence_async_copies()
 
     def let_next_begin(self) -> None:
         """After a handover: the router's launch may still run, but the next one's early reads rely on its end."""
@@ -157,12 +162,12 @@ class Feeder:
         if const_expr(len(self.tiles) > 1):
             if second:
                 rows, end, turn, size = x[1], ends[1], ends[0] + segment, Int32(tiling.columns[1] * 64)
+        if const_expr(self.handed):
+            end = Int32(0)
         if segment < end:
             buffer = turn % tiling.buffers
             full = barrier(shared, 2 * tiling.stages + buffer)
             count = segments[2][segment]
-            if const_expr(self.handed):
-                count = vector.select(second, count, Int32(0))
             if lane == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(full, count * size)
             cute.arch.sync_warp()
@@ -177,6 +182,14 @@ class Feeder:
         meeting: list[Int64], flipped: Uint32,
     ) -> None:  # fmt: skip
         """Between the layers: this block's results are written; once all blocks' are, fetch the first rows."""
+        if const_expr(not self.handed):
+            self.await_all(shared, x, segments, items, ends, meeting, flipped)
+
+    @cute.jit
+    def await_all(
+        self, shared: Int32, x: list[Int64], segments: list[cute.Tensor], items: list[Int32], ends: list[Int32],
+        meeting: list[Int64], flipped: Uint32,
+    ) -> None:  # fmt: skip
         wait(barrier(shared, self.tiling.written), 0)
         if cute.arch.thread_idx()[0] % WARP == 0:
             block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
