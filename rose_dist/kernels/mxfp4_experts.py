@@ -222,15 +222,17 @@ def launch_both(
     *, alpha: float, limit: float, ahead: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The same for both layers at once; `h` is what comes between them."""
-    from rose_dist.kernels.cute import mxfp4_experts as cute  # noqa: PLC0415 - it loads the compiler
+    from rose_dist.kernels.cute import handed_experts, mxfp4_experts  # noqa: PLC0415 - they load the compiler
 
     device, place = launch.device(x), meeting(x.device)
     tiles = (gate_up.weight.data.shape[1], down.weight.data.shape[1])
-    handed = rows.handover is not None
-    launcher = cute.launcher(device.arch, gate_up.weight.experts, tiles, tiling, gated=True, handed=handed)
+    constants = (device.arch, gate_up.weight.experts, tiles, tiling)
+    if rows.handover is None:
+        launcher, given = mxfp4_experts.launcher(*constants, gated=True), x
+    else:
+        launcher, given = handed_experts.launcher(*constants), rows.handover.memory
     launch.run(
-        launcher, x, gate_up.weight.data, gate_up.weight.rescale, gate_up.bias,
-        x if rows.handover is None else rows.handover.memory, rows.counts, rows.offsets, h,
+        launcher, x, gate_up.weight.data, gate_up.weight.rescale, gate_up.bias, given, rows.counts, rows.offsets, h,
         down.weight.data, down.weight.rescale, down.bias, out, place.counter, place.report.address, LIMIT_NS, ahead,
         0 if ahead is None else ahead.nbytes, alpha, limit, device.sms,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from rose_dist.kernels.cute.exchange_dispatch import ExchangeDispatch
 from rose_dist.kernels.cute.exchange_rows import CombineRows, DispatchRows
 from rose_dist.kernels.cute.expert_map import MapExperts
 from rose_dist.kernels.cute.gather_columns import GatherColumns
+from rose_dist.kernels.cute.handed_experts import HandedExperts
 from rose_dist.kernels.cute.host_copy import CopyWords
 from rose_dist.kernels.cute.linear_add import LinearAdd
 from rose_dist.kernels.cute.linear_reduce import LinearReduce
@@ -180,7 +181,7 @@ def _mxfp4_experts(arch: Arch) -> Iterator[Kernel]:
         both = (hidden // BLOCK, intermediate // BLOCK)
         yield ExpertLinear(arch, experts, tiles, stream(shape, both, TILE_BYTES), gated=True)
         if shape.rows == 1:
-            yield ExpertLinear(arch, experts, tiles, stream(shape, both, TILE_BYTES), gated=True, handed=True)
+            yield HandedExperts(arch, experts, tiles, stream(shape, both, TILE_BYTES), gated=True)
         yield ExpertLinear(arch, experts, tiles[:1], stream(shape, both[:1], TILE_BYTES), gated=True)
         yield ExpertLinear(arch, experts, tiles[1:], stream(shape, both[1:], TILE_BYTES), gated=False)
         # Two ranks' halves of each expert.

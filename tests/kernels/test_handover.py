@@ -9,7 +9,7 @@ pytest.importorskip("cutlass")
 
 from rose_dist.kernels import jit, launch, layer_meeting, mxfp4_experts, registry
 from rose_dist.kernels.arch import ARCHS
-from rose_dist.kernels.cute.mxfp4_experts import ExpertLinear
+from rose_dist.kernels.cute.handed_experts import HandedExperts
 from rose_dist.kernels.cute.route_rows import RouteRows
 from rose_dist.kernels.errors import KernelArgumentError
 from rose_dist.kernels.handover import Handover
@@ -153,7 +153,7 @@ def test_experts_that_wait_in_vain_end_and_say_so(block: Block, monkeypatch: pyt
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_the_next_launch_begins_behind_the_wait(arch: str) -> None:
     """What it reads early was written by the router's launch, which may run while the experts already do."""
-    kernels = [k for k in registry._mxfp4_experts(ARCHS[arch]) if isinstance(k, ExpertLinear) and k.handed]
+    kernels = [k for k in registry._mxfp4_experts(ARCHS[arch]) if isinstance(k, HandedExperts)]
     assert len(kernels) == 1
     before, after = jit.compile_binary(kernels[0]).ptx.split("griddepcontrol.wait;")
     assert "griddepcontrol.launch_dependents" in after
@@ -165,7 +165,7 @@ def test_the_next_launch_begins_behind_the_wait(arch: str) -> None:
 def test_a_router_that_hands_over_starts_beside_the_experts(arch: str) -> None:
     """Or the experts' blocks of its SMs would begin when it has ended."""
     routers = [k for k in registry._few_rows(ARCHS[arch]) if isinstance(k, RouteRows) and k.hands_over]
-    experts = next(k for k in registry._mxfp4_experts(ARCHS[arch]) if isinstance(k, ExpertLinear) and k.handed)
+    experts = next(k for k in registry._mxfp4_experts(ARCHS[arch]) if isinstance(k, HandedExperts))
     for router in routers:
         # Warps are spread evenly over the SM's four quarters, each with its own registers.
         taken = [(k, -(-threads // 32 // 4) * 128) for k, threads in ((router, 288), (experts, 512))]

@@ -82,7 +82,10 @@ def take_choice(handover: Int64, epoch: Uint32, limit_ns: Int64, report: Int64) 
     one have a number above all experts'. After a wait that expired there is none.
     """
     received = cute.make_rmem_tensor(4, Uint32)
-    alive = _receive(handover + CHOICE_AT, Boolean(True), epoch, received, limit_ns, report)
+    address, none = handover + CHOICE_AT, Int32(0)
+    alive = receive(
+        [address], [Boolean(True)], [none], epoch, received, Boolean(True), limit_ns, report, none, HANDOVER_STAGE
+    )  # fmt: skip
     lane = cute.arch.thread_idx()[0] % WARP
     word = vector.select(lane < 4, received[0], vector.select(lane < 8, received[1], received[2]))
     expert = Int32((Uint32(word) >> (Uint32(lane % 4) * Uint32(8))) & Uint32(NO_EXPERT))
@@ -92,24 +95,6 @@ def take_choice(handover: Int64, epoch: Uint32, limit_ns: Int64, report: Int64) 
     for other in range_constexpr(MOST_CHOSEN):
         before += vector.select(cute.arch.shuffle_sync(key, other) < key, Int32(1), Int32(0))
     return Int32(expert), before, cute.arch.shuffle_sync(before, WARP - 1)  # the last lane has none
-
-
-@cute.jit
-def take_row(
-    handover: Int64, epoch: Uint32, targets: list[Any], hidden: cutlass.Constexpr, threads: cutlass.Constexpr,
-    limit_ns: Int64, report: Int64,
-) -> None:  # fmt: skip
-    """The row, by the block's first `threads`, to shared addresses behind which 8 bytes may be written."""
-    received, packets = cute.make_rmem_tensor(4, Uint32), row_packets(hidden)
-    for first in range_constexpr(0, packets, threads):
-        packet = first + cute.arch.thread_idx()[0]
-        there = packet < packets
-        address = handover + ROW_AT + Int64(vector.min_of(packet, Int32(packets - 1))) * PACKET_BYTES
-        _receive(address, Boolean(there), epoch, received, limit_ns, report)
-        if there:
-            for target in targets:
-                for i in range_constexpr(3):
-                    _shared_word(target + packet * 12 + 4 * i)[0] = received[i]
 
 
 def give_results(handover: Any, epoch: Any, expert: Any, number: Any, value: Any, hidden: int) -> None:
@@ -129,41 +114,57 @@ def _store_if(wanted: Boolean, address: Int64, first: Uint32, second: Uint32, ep
         ptx.store_packet(address, (first, second, Uint32(0), epoch))
 
 
-@cute.jit
+def take_row(
+    handover: Any, epoch: Any, limit_ns: Any, report: Any, targets: list[Any], hidden: int, threads: int
+) -> Any:
+    """The row, by the block's first `threads`, to shared addresses behind which 8 bytes may be written; returns whether
+    this thread's part came in time.
+    """
+    return _take(
+        handover + ROW_AT, targets, epoch, Boolean(True), limit_ns, report, row_packets(hidden), 3, threads,
+        HANDOVER_STAGE,
+    )  # fmt: skip
+
+
 def take_results(
-    handover: Int64, epoch: Uint32, expert: Int32, target: Int32, hidden: cutlass.Constexpr,
-    threads: cutlass.Constexpr, limit_ns: Int64, report: Int64,
+    handover: Any, epoch: Any, limit_ns: Any, report: Any, alive: Any, expert: Any, target: Any, hidden: int,
+    threads: int,
 ) -> None:  # fmt: skip
-    """All of an expert's, by the block's first `threads`, to a shared address."""
+    """All of an expert's, by the block's first `threads`, to a shared address. Without `alive` none is waited for."""
     packets = result_packets(hidden)
+    first = handover + results_at(hidden) + Int64(expert) * (packets * PACKET_BYTES)
+    _take(first, [target], epoch, alive, limit_ns, report, packets, 2, threads, LAYERS_STAGE)
+
+
+@cute.jit
+def _take(
+    first: Int64, targets: list[Any], epoch: Uint32, alive: Boolean, limit_ns: Int64, report: Int64,
+    packets: cutlass.Constexpr, words: cutlass.Constexpr, threads: cutlass.Constexpr, stage: cutlass.Constexpr,
+) -> Boolean:  # fmt: skip
+    """So many packets from address `first` on, of so many words each, as `receive`."""
     rounds = (packets + threads - 1) // threads
     received, none = cute.make_rmem_tensor(4 * rounds, Uint32), Int32(0)
     numbers = [i * threads + cute.arch.thread_idx()[0] for i in range(rounds)]
     there = [Boolean(number < packets) for number in numbers]
-    first = handover + results_at(hidden) + Int64(expert) * (packets * PACKET_BYTES)
     addresses = [first + Int64(vector.min_of(number, Int32(packets - 1))) * PACKET_BYTES for number in numbers]
-    receive(
-        addresses, there, [none] * rounds, epoch, received, Boolean(True), limit_ns, report, none, LAYERS_STAGE
-    )  # fmt: skip
+    alive = receive(addresses, there, [none] * rounds, epoch, received, alive, limit_ns, report, none, stage)
     for i in range_constexpr(rounds):
+        behind, own = numbers[i] * (4 * words), [received[4 * i + j] for j in range(words)]
         if there[i]:
-            for j in range_constexpr(2):
-                _shared_word(target + numbers[i] * 8 + 4 * j)[0] = received[4 * i + j]
+            for target in targets:
+                _put(target + behind, own)
+    return alive
+
+
+def _put(address: Any, words: list[Any]) -> None:
+    """To shared memory."""
+    pointer = cute.make_ptr(Uint32, address, cute.AddressSpace.smem, assumed_align=4)
+    tensor = cute.make_tensor(pointer, cute.make_layout(len(words)))
+    for i, word in enumerate(words):
+        tensor[i] = word
 
 
 def take_epoch(handover: Any, first_block: Any, blocks: Any) -> None:
     """One thread of each block, when all of the block's have read the epoch."""
     share = vector.select(first_block, Uint64(1 << 32) - Uint64(blocks - 1), Uint64(1))
     ptx.add_relaxed_u64(handover + EPOCH_AT, share, "gpu")
-
-
-def _receive(address: Any, wanted: Any, epoch: Any, received: Any, limit_ns: Any, report: Any) -> Any:
-    none = Int32(0)
-    return receive(
-        [address], [wanted], [none], epoch, received, Boolean(True), limit_ns, report, none, HANDOVER_STAGE
-    )  # fmt: skip
-
-
-def _shared_word(address: Any) -> Any:
-    pointer = cute.make_ptr(Uint32, address, cute.AddressSpace.smem, assumed_align=4)
-    return cute.make_tensor(pointer, cute.make_layout(1))

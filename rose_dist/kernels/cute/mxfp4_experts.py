@@ -10,9 +10,6 @@ and arrive at the mbarrier `written`; the feeding warp, which has waited there, 
 (release, GPU scope) and waits until all blocks have (acquire); a proxy fence then lets it fetch those results as the
 second layer's rows. Weights of the second layer, which depend on nothing, fill the ring meanwhile: memory does not rest
 between the layers.
-
-A single token's row and experts may be handed over by the router's launch while that still runs, and the first layer's
-results as they come, without that meeting (`handover`).
 """
 
 from __future__ import annotations
@@ -25,13 +22,10 @@ from rose_dist.kernels import jit, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute.expert_segments import count_segments, list_segments, load_experts, load_factors
 from rose_dist.kernels.cute.expert_slots import shared_integers
-from rose_dist.kernels.cute.handover import take_choice, take_epoch, take_results, take_row
 from rose_dist.kernels.cute.mxfp4_feed import Feeder
 from rose_dist.kernels.cute.mxfp4_operands import barrier, decode, load_shared, next_stage, wait
 from rose_dist.kernels.cute.mxfp4_sums import Sums
-from rose_dist.kernels.cute.packets import current_epoch
 from rose_dist.kernels.dsl import (
-    Boolean,
     Float32,
     Int32,
     Int64,
@@ -43,26 +37,18 @@ from rose_dist.kernels.dsl import (
     cutlass,
     range_constexpr,
 )  # fmt: skip
-from rose_dist.kernels.handover import EPOCH_AT
-from rose_dist.kernels.mxfp4 import BLOCK
 from rose_dist.kernels.mxfp4_layout import CODE_BYTES, TILE_BYTES
 from rose_dist.kernels.stream_tiling import StreamTiling
 from rose_dist.kernels.variants import WARP
 from rose_dist.kernels.warp_matrix import load_matrices, multiply_add
 
-HANDED_THREADS = 768
-"""For so many the compiler must leave registers, 80 each, though there are fewer. A quarter of an SM has 16,384, and 4
-of the warps then leave 6,144 to the 3 that a block of the router's has in one of the quarters.
-"""
 SEGMENTS = 64
 """Most (expert, rows of x) pairs that one block may meet."""
 
 
 @cache
-def launcher(
-    arch: Arch, experts: int, tiles: tuple[int, ...], tiling: StreamTiling, gated: bool, handed: bool = False
-) -> jit.Launcher:
-    return jit.load(ExpertLinear(arch, experts, tiles, tiling, gated, handed))
+def launcher(arch: Arch, experts: int, tiles: tuple[int, ...], tiling: StreamTiling, gated: bool) -> jit.Launcher:
+    return jit.load(ExpertLinear(arch, experts, tiles, tiling, gated))
 
 
 @dataclass(frozen=True)
@@ -73,14 +59,12 @@ class ExpertLinear(jit.Kernel):
     experts: matrices of a layer.
     tiles: tile rows of a matrix, of each layer.
     gated: even outputs of the first layer are gates, odd ones linear.
-    handed: one token's row and experts come by a handover; both layers.
     """
 
     experts: int
     tiles: tuple[int, ...]
     tiling: StreamTiling
     gated: bool
-    handed: bool = False
 
     @cute.jit
     def __call__(
@@ -92,17 +76,20 @@ class ExpertLinear(jit.Kernel):
         """Addresses: weights u8 [experts, tiles, columns / 32, 544], rescale fp32 [experts], bias bf16 [experts,
         32 · tiles] or 0, x bf16 [rows, columns], counts int32 [experts], offsets int64 [experts + 1], out bf16 [rows,
         32 · tiles] or half of that if gated; of the second layer the same, if there is one. counter, report, limit_ns:
-        as `phase_barrier` says. ahead, ahead_bytes: what a later launch reads, 0 bytes for nothing. If `handed`, x is
-        the handover, counts and offsets are unused, and out has a row an expert of the token.
+        as `phase_barrier` says. ahead, ahead_bytes: what a later launch reads, 0 bytes for nothing.
         """
         self.kernel(
             weights, rescale, bias, x, counts, offsets, out, second_weights, second_rescale, second_bias, second_out,
             counter, report, limit_ns, ahead, ahead_bytes, alpha, limit,
         ).launch(
             grid=[blocks, 1, 1], block=[self.tiling.threads, 1, 1], smem=self.tiling.shared_bytes, stream=stream,
-            use_pdl=True, min_blocks_per_mp=1, preferred_smem_carveout=100,
-            max_number_threads=[HANDED_THREADS if self.handed else self.tiling.threads, 1, 1],
+            use_pdl=True, min_blocks_per_mp=1, preferred_smem_carveout=100, max_number_threads=self.most_threads,
         )  # fmt: skip
+
+    @property
+    def most_threads(self) -> list[int]:
+        """For how many the compiler must leave registers; zeros: those there are."""
+        return [0, 0, 0]
 
     @cute.kernel
     def kernel(
@@ -118,109 +105,58 @@ class ExpertLinear(jit.Kernel):
         self.set_up(shared)
         # Far from any cache by now, and no one's result.
         factors = load_factors([rescale, second_rescale][: len(self.tiles)], self.experts, tiling.threads)
-        feeds = cute.arch.make_warp_uniform(thread // WARP) == tiling.warps
-        epoch = Uint32(0)
-        if const_expr(self.handed):
-            epoch = current_epoch(x + EPOCH_AT)
-            kept, known = self.keep(factors), shared_integers(4 * len(self.tiles) * WARP)
-            cute.arch.sync_threads()
-            if feeds:
-                starts[self.experts] = self.list_choice(x, epoch, kept, segments, known, limit_ns, report)
-            cute.arch.sync_threads()
-            shares = self.known_shares(known, starts[self.experts])
-        else:
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
-            mine = load_experts(counts, offsets, factors, self.experts, tiling.threads)
-            count_segments(mine, starts, tiling.rows, self.experts, tiling.threads)
-            shares = [self.share(starts[self.experts], tiles) for tiles in self.tiles]
-            base = shares[0][3]
-            end = vector.max_of(shares[0][2], shares[1][2]) if both else shares[0][2]
-            list_segments(mine, starts, segments, base, base + end, tiling.rows, self.experts)
+        shares, handed = self.begin(x, counts, offsets, factors, starts, segments, limit_ns, report)
         items, tile, ends = ([share[i] for share in shares] for i in range(3))
-        if feeds:
-            Feeder(self.tiles, tiling, self.handed).run(
+        if cute.arch.make_warp_uniform(thread // WARP) == tiling.warps:
+            self.feeder.run(
                 shared, [weights, second_weights], [x, out], segments, items, tile, ends,
                 [counter, report, limit_ns], [ahead, ahead_bytes],
             )  # fmt: skip
         else:
-            if const_expr(self.handed):
-                if starts[self.experts] > 0:
-                    self.take_row(shared, x, epoch, limit_ns, report)
             state = [Int32(0), Int32(0), Int32(1), Int32(tiling.buffers - 1), Int32(1)]
-            handed = [x, Int64(epoch), limit_ns, report]
-            state = self.compute(shared, bias, out, alpha, limit, segments, items[0], tile[0], state, handed, 0)
+            given = self.take_row(shared, handed, starts)
+            state = self.compute(shared, bias, out, alpha, limit, segments, items[0], tile[0], state, given, 0)
             if const_expr(both):
                 cute.arch.sync_warp()
                 if thread % WARP == 0:
                     cute.arch.mbarrier_arrive(barrier(shared, tiling.written))
                 self.compute(
-                    shared, second_bias, second_out, alpha, limit, segments, items[1], tile[1], state, handed, 1
+                    shared, second_bias, second_out, alpha, limit, segments, items[1], tile[1], state, given, 1
                 )  # fmt: skip
 
-    def keep(self, factors: Any) -> list[cute.Tensor]:
-        """The factors in shared memory: Int32 [experts] of each layer."""
-        tables = [shared_integers(self.experts) for _ in self.tiles]
-        for i, own in enumerate(factors):
-            expert = cute.arch.thread_idx()[0] + i * self.tiling.threads
-            for table, factor in zip(tables, own, strict=True):
-                put_if(expert < self.experts, table, expert, factor)
-        return tables
+    @property
+    def feeder(self) -> Feeder:
+        return Feeder(self.tiles, self.tiling)
 
-    @cute.jit
-    def list_choice(
-        self, handover: Int64, epoch: Uint32, factors: list[cute.Tensor], segments: list[cute.Tensor],
-        known: cute.Tensor, limit_ns: Int64, report: Int64,
-    ) -> Int32:  # fmt: skip
-        """By the feeding warp: a segment for each expert of the token, as `list_segments`; returns their number."""
-        lane = cute.arch.thread_idx()[0] % WARP
-        # While there is time: a lane the shares of so many segments. Their divisions would precede the first copy else.
-        for i, value in enumerate(value for tiles in self.tiles for value in self.share(lane, tiles)):
-            known[i * WARP + lane] = value
-        cute.arch.sync_warp()
-        expert, place, number = take_choice(handover, epoch, limit_ns, report)
-        if lane == 0:
-            take_epoch(handover, cute.arch.block_idx()[0] == 0, cute.arch.grid_dim()[0])
-        shares = self.known_shares(known, number)
-        base = shares[0][3]
-        end = vector.max_of(shares[0][2], shares[1][2]) if const_expr(len(self.tiles) > 1) else shares[0][2]
-        if (expert < self.experts) & (place >= base) & (place < base + end):
-            segments[0][place - base] = expert
-            segments[1][place - base] = place
-            segments[2][place - base] = Int32(1)
-            for layer in range_constexpr(len(factors)):
-                segments[3 + layer][place - base] = factors[layer][expert]
-        return number
-
-    def known_shares(self, known: Any, number: Any) -> Any:
-        """Those of so many segments, as `share` gives them, of each layer."""
-        return [[known[(4 * layer + i) * WARP + number] for i in range(4)] for layer in range(len(self.tiles))]
-
-    @cute.jit
-    def take_row(self, shared: Int32, handover: Int64, epoch: Uint32, limit_ns: Int64, report: Int64) -> None:
-        """By the computing warps: the token's row for all segments of the first layer, into every buffer."""
+    def begin(
+        self, x: Any, counts: Any, offsets: Any, factors: Any, starts: Any, segments: Any, limit_ns: Any, report: Any
+    ) -> tuple[Any, list[Any]]:
+        """List the segments, when the launch before is done; returns each layer's `share`, and nothing handed over."""
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         tiling = self.tiling
-        buffers = [shared + tiling.row_offset + i * tiling.rows * tiling.row_stride for i in range(tiling.buffers)]
-        take_row(handover, epoch, buffers, tiling.columns[0] * BLOCK, tiling.warps * WARP, limit_ns, report)
-        cute.arch.barrier(barrier_id=1, number_of_threads=tiling.warps * WARP)
+        mine = load_experts(counts, offsets, factors, self.experts, tiling.threads)
+        count_segments(mine, starts, tiling.rows, self.experts, tiling.threads)
+        shares = [self.share(starts[self.experts], tiles) for tiles in self.tiles]
+        base, end = met(shares)
+        list_segments(mine, starts, segments, base, base + end, tiling.rows, self.experts)
+        return shares, []
 
-    @cute.jit
-    def await_row(
-        self, shared: Int32, buffer: Int32, parity: Int32, expert: Int32, handed: list[Int64],
-        layer: cutlass.Constexpr,
+    def take_row(self, shared: Any, handed: list[Any], starts: Any) -> list[Any]:
+        """By a computing warp, before the first item."""
+        return handed
+
+    def await_rows(self, shared: Any, buffer: Any, parity: Any, start: Any, handed: list[Any], layer: int) -> None:
+        """By a computing warp: those of a segment, which come to a buffer."""
+        wait(barrier(shared, 2 * self.tiling.stages + buffer), parity)
+
+    def finish(
+        self, meet: Sums, meeting: Any, part: Any, out: Any, start: Any, tile: Any, ending: list[Any],
+        handed: list[Any], layer: int,
     ) -> None:  # fmt: skip
-        """By a computing warp: a segment's rows. Of a handover the first layer's are there; the second's, results of an
-        expert as they come from all blocks, are taken by these warps, which are all done with the item before.
-        """
-        tiling, (handover, epoch, limit_ns, report) = self.tiling, handed
-        if const_expr(not self.handed):
-            wait(barrier(shared, 2 * tiling.stages + buffer), parity)
-        elif const_expr(layer == 1):
-            target, threads = shared + tiling.row_offset + buffer * tiling.row_stride, tiling.warps * WARP
-            take_results(
-                handover, Uint32(epoch), expert, target, tiling.columns[1] * BLOCK, threads, limit_ns, report
-            )  # fmt: skip
-            cute.arch.barrier(barrier_id=1, number_of_threads=threads)
+        """By a computing warp: add up a part of an item's sums. ending: rows, factor, biases, alpha and limit."""
+        target = out + (Int64(start) * (16 * meet.tiles) + tile * 16) * meet.pair_bytes
+        meet.finish(meeting, part, target, *ending)
 
     def share(self, segments: Any, tiles: int) -> Any:
         """Of a layer's items this block's number, the first one's tile row, and how many segments they are of; and the
@@ -248,16 +184,16 @@ class ExpertLinear(jit.Kernel):
     @cute.jit
     def compute(
         self, shared: Int32, bias: Int64, out: Int64, alpha: Float32, limit: Float32,
-        segments: list[cute.Tensor], items: Int32, tile: Int32, state: list[Int32], handed: list[Int64],
+        segments: list[cute.Tensor], items: Int32, tile: Int32, state: list[Int32], handed: list[Any],
         layer: cutlass.Constexpr,
     ) -> list[Int32]:  # fmt: skip
         """A computing warp: its columns of each item of a layer, and its turn in adding up.
 
         state: the ring's stage and parity, that of the barrier of sums, the buffer of rows and its parity; returned for
-        the next layer. handed: the handover, its epoch, and the limit and report of waits.
+        the next layer.
         """
         tiling, tiles = self.tiling, self.tiles[layer]
-        meet = Sums(tiles, self.tiling, self.gated and layer == 0, self.handed and layer == 0)
+        meet = Sums(tiles, self.tiling, self.gated and layer == 0)
         thread = cute.arch.thread_idx()[0]
         warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
         meeting, added = shared + tiling.meeting_offset, barrier(shared, tiling.added)
@@ -269,9 +205,12 @@ class ExpertLinear(jit.Kernel):
         for done in range(items):
             if (tile == 0) | (done == 0):
                 segment += 1
-                buffer, row_parity = next_stage(buffer, row_parity, tiling.buffers)
+                buffer += 1
+                if buffer == tiling.buffers:
+                    buffer = Int32(0)
+                    row_parity ^= 1
                 expert, start, count, factor = [segments[i][segment] for i in (0, 1, 2, 3 + layer)]
-                self.await_row(shared, buffer, row_parity, start, handed, layer)
+                self.await_rows(shared, buffer, row_parity, start, handed, layer)
             biases = Uint32(0)
             if part < tiling.parts:
                 biases = meet.bias(bias, expert, tile, part)
@@ -284,12 +223,8 @@ class ExpertLinear(jit.Kernel):
                 if part + again < tiling.parts:
                     if const_expr(again > 0):
                         biases = meet.bias(bias, expert, tile, part + again)
-                    target = out + (Int64(start) * (16 * tiles) + tile * 16) * meet.pair_bytes
-                    ending = (factor, biases, alpha, limit)
-                    if const_expr(meet.gives):
-                        meet.give(meeting, part + again, handed[0], Uint32(handed[1]), start, tile, *ending)
-                    else:
-                        meet.finish(meeting, part + again, target, count, *ending)
+                    ending = [count, factor, biases, alpha, limit]
+                    self.finish(meet, meeting, part + again, out, start, tile, ending, handed, layer)
             if part < tiling.adders:
                 cute.arch.sync_warp()
                 if lane == 0:
@@ -349,7 +284,7 @@ class ExpertLinear(jit.Kernel):
                             sums[at + j] = total[j]
 
 
-@cute.jit
-def put_if(wanted: Boolean, table: cute.Tensor, place: Int32, value: Int32) -> None:
-    if wanted:
-        table[place] = value
+def met(shares: Any) -> tuple[Any, Any]:
+    """The first segment that a block meets, which is the same in each layer, and how many there are."""
+    ends = [share[2] for share in shares]
+    return shares[0][3], vector.max_of(*ends) if len(ends) > 1 else ends[0]

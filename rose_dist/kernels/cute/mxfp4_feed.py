@@ -19,14 +19,12 @@ class Feeder:
     """Copies of weights follow one another across the borders of items, segments and layers: those of the second layer
     fill the ring while results of the first are still computed, here and elsewhere. Rows come when they exist.
 
-    handed: rows are not its business, nor is that the blocks meet.
     tiles: tile rows of a matrix, of each layer. Arguments that are lists have an element a layer too, but for
     `segments`: of each segment that the block meets the expert, its first row, and its rows.
     """
 
     tiles: tuple[int, ...]
     tiling: StreamTiling
-    handed: bool = False
 
     @cute.jit
     def run(
@@ -54,10 +52,10 @@ class Feeder:
             source, segment, left = self.turn_to(
                 weights, segments, tile, ends, first, source, segment, left, Int32(stage + 1)
             )
-        self.let_next_begin()
+        self.go_on()
         done, done_left = Int32(0), (self.tiles[0] - tile[0]) * steps[0]
         if const_expr(len(self.tiles) > 1):
-            flipped = awaited(meeting[0])
+            flipped = self.awaited(meeting[0])
             if first == 0:
                 self.meet(shared, x, segments, items, ends, meeting, flipped)
                 done_left = (self.tiles[1] - tile[1]) * steps[1]
@@ -84,15 +82,15 @@ class Feeder:
             stage, parity = next_stage(stage, parity, self.tiling.stages)
 
     def know_rows(self) -> None:
-        """The launch before has written the rows, which is known since the wait."""
-        if not self.handed:
-            ptx.fence_async_copies()
+        """Before their first copies."""
+        ptx.fence_async_copies()  # the launch before has written them, which is known since the wait
 
-    def let_next_begin(self) -> None:
-        """After a handover: the router's launch may still run, but the next one's early reads rely on its end."""
-        if self.handed:
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
+    def go_on(self) -> None:
+        """After the first copies of weights."""
+
+    def awaited(self, counter: Any) -> Any:
+        """What the counter of the meeting between the layers comes to."""
+        return awaited(counter)
 
     @cute.jit
     def turn_to(
@@ -162,8 +160,6 @@ class Feeder:
         if const_expr(len(self.tiles) > 1):
             if second:
                 rows, end, turn, size = x[1], ends[1], ends[0] + segment, Int32(tiling.columns[1] * 64)
-        if const_expr(self.handed):
-            end = Int32(0)
         if segment < end:
             buffer = turn % tiling.buffers
             full = barrier(shared, 2 * tiling.stages + buffer)
@@ -182,14 +178,6 @@ class Feeder:
         meeting: list[Int64], flipped: Uint32,
     ) -> None:  # fmt: skip
         """Between the layers: this block's results are written; once all blocks' are, fetch the first rows."""
-        if const_expr(not self.handed):
-            self.await_all(shared, x, segments, items, ends, meeting, flipped)
-
-    @cute.jit
-    def await_all(
-        self, shared: Int32, x: list[Int64], segments: list[cute.Tensor], items: list[Int32], ends: list[Int32],
-        meeting: list[Int64], flipped: Uint32,
-    ) -> None:  # fmt: skip
         wait(barrier(shared, self.tiling.written), 0)
         if cute.arch.thread_idx()[0] % WARP == 0:
             block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]

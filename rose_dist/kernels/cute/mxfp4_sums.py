@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rose_dist.kernels import ptx, vector
-from rose_dist.kernels.cute.handover import give_results
 from rose_dist.kernels.cute.mxfp4_operands import load_shared_floats, store_shared
 from rose_dist.kernels.cute.swiglu import clamped_swiglu_value
 from rose_dist.kernels.dsl import BFloat16, Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
@@ -24,8 +23,6 @@ class Sums:
     tiles: int
     tiling: StreamTiling
     gated: bool
-    gives: bool = False
-    """Results are given to all blocks, by `give`."""
 
     @property
     def pair_bytes(self) -> int:
@@ -54,24 +51,13 @@ class Sums:
             words = Uint32(vector.scalar(bias + Int64(pair) * 4, Uint32)[0])
         return words
 
-    def give(
-        self, meeting: Any, part: Any, handover: Any, epoch: Any, expert: Any, tile: Any, factor: Any, biases: Any,
-        alpha: Any, limit: Any,
-    ) -> None:  # fmt: skip
-        """`finish` of a single row whose results are handed over, to all blocks."""
-        even, odd = self.total(meeting, part, factor, biases)[0]
-        value = clamped_swiglu_value(even, odd, alpha, limit)
-        give_results(handover, epoch, expert, tile * 2 + part, value, self.tiles * 16)
-
-    def total(self, meeting: Any, part: Any, factor: Any, biases: Any) -> list[tuple[Any, Any]]:
-        """The warps' sums of one part, added in the order of the warps, with their biases: two outputs of two rows."""
+    def total(self, meeting: Any, part: Any) -> Any:
+        """The warps' sums of one part, added in the order of the warps."""
         sums = load_shared_floats(self.place(meeting, 0, part))
         for warp in range(1, self.tiling.warps):
             more = load_shared_floats(self.place(meeting, warp, part))
             sums = [a + b for a, b in zip(sums, more, strict=True)]
-        scale = ptx.from_bits(Uint32(factor))
-        low, high = ptx.from_bits(biases << Uint32(16)), ptx.from_bits(biases & Uint32(0xFFFF0000))
-        return [(sums[i] * scale + low, sums[2 + i] * scale + high) for i in range(2)]
+        return sums
 
     @cute.jit
     def finish(
@@ -82,15 +68,27 @@ class Sums:
 
         target: where the segment's first row has the item's first result.
         """
-        lane = cute.arch.thread_idx()[0] % WARP
-        outputs = self.total(meeting, part, factor, biases)
+        lane, sums = cute.arch.thread_idx()[0] % WARP, self.total(meeting, part)
         row = part // 2 * 8 + lane % 4 * 2
+        ending = ending_of(factor, biases)
         target += (row * (16 * self.tiles) + part % 2 * 8 + lane // 4) * self.pair_bytes
         for i in range_constexpr(2):
-            even, odd = outputs[i]
+            even, odd = outputs(sums, i, ending)
             if row + i < count:
                 if const_expr(self.gated):
                     vector.scalar(target, BFloat16)[0] = BFloat16(clamped_swiglu_value(even, odd, alpha, limit))
                 else:
                     vector.scalar(target, Uint32)[0] = ptx.to_bf16x2(even, odd)
             target += 16 * self.tiles * self.pair_bytes
+
+
+def ending_of(factor: Any, biases: Any) -> tuple[Any, Any, Any]:
+    """Scale and biases of two outputs, from the bits of the one and the two bf16 of the others."""
+    low, high = ptx.from_bits(biases << Uint32(16)), ptx.from_bits(biases & Uint32(0xFFFF0000))
+    return ptx.from_bits(Uint32(factor)), low, high
+
+
+def outputs(sums: Any, row: int, ending: tuple[Any, Any, Any]) -> tuple[Any, Any]:
+    """Of a part's sums, of two rows, the outputs of one."""
+    scale, low, high = ending
+    return sums[row] * scale + low, sums[2 + row] * scale + high

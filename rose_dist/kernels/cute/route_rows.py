@@ -7,7 +7,7 @@ are handed to the experts' launch as soon as they are known (`handover`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -192,11 +192,12 @@ class RouteRows(jit.Kernel):
         cute.arch.sync_threads()
         self.pack(shared, packed, rows * self.route.k, block)
 
-    def operands(self, shared: Any, rows: Any) -> Iterator[Any]:
-        """This lane's normalised inputs, as `load_rows` gives them, each loaded where it is needed."""
+    def operands(self, shared: Any, rows: Any) -> Iterable[Any]:
+        """This lane's normalised inputs, as `load_rows` gives them; where registers are few, loaded late."""
         row = vector.min_of(cute.arch.thread_idx()[0] % WARP // 4, rows - 1)
         at = self.shared_rows.row(shared + self.places["rows"], row) + Int32(self.weights.inside())
-        return (load_shared(at + i * 64, 4) for i in range(self.weights.runs))
+        loads = (load_shared(at + i * 64, 4) for i in range(self.weights.runs))
+        return loads if self.hands_over else list(loads)
 
     @cute.jit
     def give_logits(self, shared: Int32, words: Uint32, rows: Int32) -> None:
