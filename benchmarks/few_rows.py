@@ -120,7 +120,7 @@ class Layer:
         return ended(experts(self.packed.x, rows), weights, total)
 
     def handed(self, hidden: Hidden) -> Hidden:
-        """`whole` in the fewest launches for one row, whose experts get it before the router's launch has ended."""
+        """`whole` for one row, whose experts get it before the router's launch has ended."""
         handover = layer_meeting.meeting(DEVICE).handover(HIDDEN)
         weights, total = self.routed_fused(self.queries_fused(hidden[0]), hidden[1], handover)
         rows = ExpertRows(self.packed.counts, self.packed.offsets, 1, handover=handover)
@@ -201,7 +201,7 @@ def figures(layers: list[Layer], rows: int, rate: float) -> list[dict[str, Any]]
         for one, other in zip(layer.handed(hidden), layer.whole(True, True, hidden), strict=True):
             check("a layer whose row is handed over", one, other)
         steps.append((
-            "layer, and its row handed over", 5, 5, sum(linear) + experts, lambda: through(True, True),
+            "layer, its row handed over", 5, 5, sum(linear) + experts, lambda: through(True, True),
             lambda: through(True, True, True),
         ))  # fmt: skip
     return [

@@ -26,7 +26,9 @@ class LayerMeeting:
         self._handovers: dict[int, Iterator[Handover]] = {}
 
     def handover(self, hidden: int) -> Handover:
-        """Where the next router's launch leaves a token's row of `hidden` bf16 and its experts; two, in turn."""
+        """Where the next router's launch leaves a token's row of `hidden` bf16 and its experts, for the experts' launch
+        that must follow; two, in turn.
+        """
         if hidden not in self._handovers:
             self._handovers[hidden] = itertools.cycle([Handover.of(hidden, self._device) for _ in range(2)])
         return next(self._handovers[hidden])

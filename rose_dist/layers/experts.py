@@ -82,10 +82,12 @@ class Experts(nn.Module):
 
     @property
     def takes_handover(self) -> bool:
-        """Whether `forward` takes a single token's row and experts by `ExpertRows.handover` on a GPU."""
+        """Whether `forward` takes a single token's row and experts by `ExpertRows.handover` on a GPU: with all experts
+        here. Where ranks share them it has not been measured.
+        """
         first, second = self.gate_up_proj, self.down_proj
         packed = isinstance(first, PackedMatrix) and isinstance(second, PackedMatrix)
-        return packed and length(self.part) == self.hidden
+        return packed and length(self.part) == self.hidden and len(self.held.experts) == self.held.num_experts
 
     def forward(self, x: Tensor, rows: ExpertRows, scales: Tensor | None = None, ahead: Tensor | None = None) -> Tensor:
         """[rows, hidden] packed by local expert → [rows, hidden], to which `late_bias` is to be added. With FP8

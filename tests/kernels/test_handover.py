@@ -9,10 +9,11 @@ pytest.importorskip("cutlass")
 
 from rose_dist.kernels import jit, launch, layer_meeting, mxfp4_experts, registry
 from rose_dist.kernels.arch import ARCHS
+from rose_dist.kernels.combine_norm import combine_norm
 from rose_dist.kernels.cute.handed_experts import HandedExperts
 from rose_dist.kernels.cute.route_rows import RouteRows
 from rose_dist.kernels.errors import KernelArgumentError
-from rose_dist.kernels.handover import Handover
+from rose_dist.kernels.handover import CHOICE_AT, EPOCH_AT, Handover
 from rose_dist.kernels.moe_dispatch import PackedRows
 from rose_dist.kernels.mxfp4_experts import ExpertLayer, ExpertRows, expert_mlp
 from rose_dist.kernels.mxfp4_layout import PackedMxfp4, pack_mxfp4
@@ -23,7 +24,9 @@ from rose_dist.kernels.sync import REPORT_WORDS, WaitExpiredError
 from tests.kernels import emulation
 from tests.kernels.test_few_rows_interpreted import REGISTERS, SHARED, registers
 from tests.kernels.test_mxfp4_layout import random_mxfp4
+from tests.ptx.errors import PtxError
 from tests.ptx.launch import Launch
+from tests.ptx.weaken import Weakening, weakenings
 
 EPS, HIDDEN, EXPERTS, K, LIMIT = 1e-5, 64, 32, 4, 7.0
 LONG = 1 << 40
@@ -33,44 +36,48 @@ LONG = 1 << 40
 class Block:
     """A norm that waits before it lets others begin, as attention does; router; experts."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str, sms: int = 2) -> None:
-        self.gpu = emulation.install(monkeypatch, ARCHS[arch], sms)
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, arch: str, *, hidden: int = HIDDEN, experts: int = EXPERTS, k: int = K
+    ) -> None:
+        self.gpu, self.hidden, self.k = emulation.install(monkeypatch, ARCHS[arch], sms=2), hidden, k
         self.launches: list[Launch] = []
         monkeypatch.setattr(launch, "run", self._collect)
         monkeypatch.setattr(mxfp4_experts, "LIMIT_NS", LONG)
         torch.manual_seed(0)
         place = self.gpu.tensor
         self.layers = []
-        for outputs in (2 * HIDDEN, HIDDEN):
-            packed = pack_mxfp4(*random_mxfp4(EXPERTS, outputs, HIDDEN // 32, low=118, high=124))
+        for outputs in (2 * hidden, hidden):
+            packed = pack_mxfp4(*random_mxfp4(experts, outputs, hidden // 32, low=118, high=124))
             weight = PackedMxfp4(*(place(t) for t in (packed.data, packed.rescale, packed.tops)))
-            self.layers.append(ExpertLayer(weight, place(torch.randn(EXPERTS, outputs).bfloat16())))
-        self.router = place((torch.randn(EXPERTS, HIDDEN) / 8).bfloat16())
-        self.norm = place((torch.rand(HIDDEN) + 0.5).bfloat16())
-        self.load = place(torch.zeros(EXPERTS, dtype=torch.int64))
+            self.layers.append(ExpertLayer(weight, place(torch.randn(experts, outputs).bfloat16())))
+        self.router = place((torch.randn(experts, hidden) / 8).bfloat16())
+        self.norm = place((torch.rand(hidden) + 0.5).bfloat16())
+        self.load = place(torch.zeros(experts, dtype=torch.int64))
 
     def _collect(self, kernel: jit.Kernel, on: torch.Tensor, *arguments: object) -> None:
         numbers = [launch.address(a) if isinstance(a, torch.Tensor) or a is None else a for a in arguments]
         self.launches += emulation.compiled(kernel)(*numbers, emulation.stream())
 
     def handover(self, x: torch.Tensor) -> Handover:
-        return layer_meeting.meeting(x.device).handover(HIDDEN)
+        return layer_meeting.meeting(x.device).handover(self.hidden)
 
     def __call__(
-        self, x: torch.Tensor, handover: Handover | None, *, first: int = 0, held: int = EXPERTS, live: int = 1,
+        self, x: torch.Tensor, handover: Handover | None, *, first: int = 0, held: int | None = None, live: int = 1,
         norm: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Results of the token's experts, and their rows."""
-        make, device = torch.empty, x.device
+        held = len(self.router) if held is None else held
+        make, device, k = torch.empty, x.device, self.k
         packed = PackedRows(
-            make(K, HIDDEN, dtype=torch.bfloat16, device=device), None, make(1, K, dtype=torch.int32, device=device),
-            make(held, dtype=torch.int32, device=device), make(held + 1, dtype=torch.int64, device=device),
+            make(k, self.hidden, dtype=torch.bfloat16, device=device), None,
+            make(1, k, dtype=torch.int32, device=device), make(held, dtype=torch.int32, device=device),
+            make(held + 1, dtype=torch.int64, device=device),
         )  # fmt: skip
         if norm:
             x = rms_norm(x, self.norm, EPS, ends_chain=True)
         alive = self.gpu.tensor(torch.tensor([live], dtype=torch.int32))
         route_rows(
-            x, self.norm, EPS, self.router, None, Router(K), self.load, packed, first_expert=first,
+            x, self.norm, EPS, self.router, None, Router(k), self.load, packed, first_expert=first,
             live_rows=alive, handover=handover,
         )  # fmt: skip
         rows = ExpertRows(packed.counts, packed.offsets, 1, handover=handover)
@@ -99,7 +106,7 @@ def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bl
 
 
 def token(block: Block) -> torch.Tensor:
-    return block.gpu.tensor(torch.randn(1, HIDDEN).bfloat16())
+    return block.gpu.tensor(torch.randn(1, block.hidden).bfloat16())
 
 
 @pytest.mark.parametrize(
@@ -117,37 +124,92 @@ def test_gives_the_bits_of_packed_rows(block: Block, first: int, held: int, live
         assert torch.equal(block.gpu.plain(got)[:rows], block.gpu.plain(wanted)[:rows])
 
 
-def chain(block: Block) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Two blocks on end, without the norm between them; their launches wait in `block.launches`."""
-    xs = [token(block) for _ in range(2)]
-    wanted = [block(x, None, norm=i < 1)[0] for i, x in enumerate(xs)]
+@pytest.mark.parametrize(("hidden", "experts", "k"), [(HIDDEN, 128, K), (800, 32, 1)])
+def test_other_shapes(hidden: int, experts: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router of eight blocks; and results of which a thread takes two packets."""
+    block = Block(monkeypatch, "sm_90a", hidden=hidden, experts=experts, k=k)
+    x = token(block)
+    wanted, _ = block(x, None)
+    got, _ = block(x, block.handover(x))
     block.finish()
-    results = [block(x, block.handover(x), norm=i < 1)[0] for i, x in enumerate(xs)]
-    return results, [block.gpu.plain(one).clone() for one in wanted]
+    assert torch.equal(block.gpu.plain(got), block.gpu.plain(wanted))
 
 
-def test_launches_that_overlap_change_nothing(block: Block) -> None:
-    """As a graph that is replayed: the same launches again and again, whose epochs go on."""
+def chain(block: Block) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Three layers on end, without the attention between them that waits: a norm, then router, experts, and what adds
+    them up and reads early what the router wrote. Their launches wait in `block.launches`. Returns their results, and
+    what these are without a handover when all has run twice.
+    """
+    values = torch.randn(1, HIDDEN).bfloat16()
+    x, shares = block.gpu.tensor(values), block.gpu.tensor(torch.rand(1, K))
+
+    def layers(handed: bool) -> list[torch.Tensor]:
+        normed, results = x, []
+        for i in range(3):
+            experts, slots = block(normed, block.handover(x) if handed else None, norm=i == 0)
+            normed = combine_norm(experts, slots, shares, block.gpu.tensor(values), block.norm, EPS)
+            results += [experts, normed]
+        return results
+
+    wanted = layers(handed=False)
+    block.launches *= 2
+    block.finish()
+    return layers(handed=True), [block.gpu.plain(one).clone() for one in wanted]
+
+
+@pytest.mark.parametrize("resident", [None, 2])
+def test_launches_that_overlap_change_nothing(block: Block, resident: int | None) -> None:
+    """As a graph of an odd number of layers that is replayed: the epochs go on. Blocks that wait keep none from
+    running, though there is room only for the experts' two.
+    """
     results, wanted = chain(block)
-    for seed in range(2):
-        for result in results:
-            block.gpu.plain_storage(result).zero_()
-        block.run(block.launches, seed)
-        for result, one in zip(results, wanted, strict=True):
-            assert torch.equal(block.gpu.plain(result), one)
+    for result in results:
+        block.gpu.plain_storage(result).zero_()
+    block.gpu.machine.run(block.launches * 2, seed=resident or 0, resident=resident)
+    for result, one in zip(results, wanted, strict=True):
+        assert torch.equal(block.gpu.plain(result), one)
 
 
 @pytest.mark.parametrize("block", ["sm_90a"], indirect=True)
-def test_experts_that_wait_in_vain_end_and_say_so(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", ["RouteRows", "HandedExperts"])
+def test_every_order_is_needed(block: Block, kernel: str) -> None:
+    chain(block)
+    at = next(i for i, one in enumerate(block.launches) if kernel in one.program.kernel.short_name())
+    weakened = [
+        w for w in weakenings(block.launches[at].program) if w.text.startswith(("bar.sync", "griddep", "fence"))
+    ]
+    assert len(weakened) >= 6
+
+    def is_caught(weakening: Weakening) -> bool:
+        launches = [*block.launches[:at], weakening.apply(block.launches[at]), *block.launches[at + 1 :]]
+        try:
+            for seed in range(4):
+                block.run(launches, seed)
+        except PtxError:
+            return True
+        return False
+
+    assert not [str(w) for w in weakened if not is_caught(w)]
+
+
+@pytest.mark.parametrize("block", ["sm_90a"], indirect=True)
+@pytest.mark.parametrize("chosen", [False, True])
+def test_experts_that_wait_in_vain_end_and_say_so(block: Block, chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mxfp4_experts, "LIMIT_NS", 1000)
     x = token(block)
-    place = layer_meeting.meeting(x.device)
+    place, handover = layer_meeting.meeting(x.device), block.handover(x)
     monkeypatch.setattr(place.report, "_words", block.gpu.machine.zeros(REPORT_WORDS, torch.int32))
-    block(x, block.handover(x), norm=False)
-    block.launches = block.launches[1:]  # the router's is lost
-    block.finish()
+    block(x, handover, norm=False)
+    router, experts = block.launches
+    memory = block.gpu.plain_storage(handover.memory).view(torch.int32)
+    if chosen:  # the choice of experts 0 to 3 comes, the row never
+        memory[CHOICE_AT // 4 : CHOICE_AT // 4 + 4] = torch.tensor([0x03020100, -1, -1, 1])
+    block.run([experts], seed=1)  # one that gives all waits turns enough to look at the clock
     with pytest.raises(WaitExpiredError, match="in the router beyond the limit"):
         layer_meeting.check()
+    assert memory[EPOCH_AT // 4 : EPOCH_AT // 4 + 2].tolist() == [0, 1]  # the next handover is another
+    block.run([router], 0)
+    assert memory[CHOICE_AT // 4 + 3] == 2
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

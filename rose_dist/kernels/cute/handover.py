@@ -2,7 +2,7 @@
 
 The experts' blocks are on the GPU by the time the router chooses. They need not wait for the end of that launch, nor
 read counts that it has written: a packet of 16 bytes arrives as one, and its last word, the epoch, says that the other
-three are there.
+three are there. Packets are relaxed accesses at system scope (`ptx.store_packet`) and publish nothing but themselves.
 
 | packet | written by | read by | holds |
 |---|---|---|---|
@@ -10,17 +10,30 @@ three are there.
 | of the row | the router's blocks, a share each | the computing warps of each experts' block | six bf16 |
 | of a result of the first layer | a warp of the experts' block that has it | the same | four bf16 |
 
-Epoch: a u64, finished handovers in the high half and arrived blocks in the low one (`packets.current_epoch`); a
-handover's is 1 + the high half. The router's launch reads it behind its dependency wait. Each of the experts' blocks
-reads it first of all, then takes the choice, and then adds its share.
+Epoch: a u64, finished handovers in the high half and arrived blocks in the low one (`packets.current_epoch`), relaxed
+at GPU scope; it publishes nothing either. A handover's is 1 + the high half, so graphs may be replayed. The router's
+launch reads it behind its dependency wait. Each of the experts' blocks reads it first of all, then takes the choice,
+and then adds its share, whether or not the choice came in time.
 
-Why that is safe: two handovers are used in turn, and between two launches of the experts that use the same one there is
-another such launch, or one that waits before it lets the next begin (attention, a step's first norm). The experts let
-the next launch begin behind their own wait for the router's. So whoever reads an epoch early finds the one of before
-finished; and the router's launch, which waits for all before it, overwrites packets that all have read. The experts'
-blocks overwrite results of two such launches ago. Waiting blocks keep no one from running: they have started because
-all of the router's blocks had, and those because all before had. For results they wait for one another, so all must be
-on the GPU at once: there is one an SM.
+Why that is safe, given that the launch behind the router's is the experts', on the same stream:
+
+- Epochs are those of before and after, never in between. Two handovers are used in turn, and between two launches of
+  the experts that use the same one there is another such launch, or one that waits before it lets the next begin
+  (attention, a step's first norm). The experts let the next launch begin behind their own wait for the router's. So by
+  then all up to the experts before are complete, and whoever reads an epoch early finds it finished.
+- No packet is overwritten before it has been read. The router's launch has waited for all launches before it; and a
+  block that gives a result has had the choice from a router that had.
+- Waiting blocks keep no one from running. A launch starts when all blocks of the one before have, so the experts' wait
+  for blocks that are on the GPU, the router's, and these for none behind them. For results the experts wait for one
+  another: there is one block an SM, all of them find room when the launches before have ended, and the launch behind
+  starts when all have. What another stream or process runs on the SMs meanwhile must end by itself, as for
+  `phase_barrier`.
+- Whatever is launched in between (prompts, larger batches, other layers' kernels) touches neither memory nor epoch.
+- The launch behind the experts' may read early what the router's has written: it begins when that is complete.
+
+Waits are bounded. Where the choice does not come there is no work; where the row does not, no result is waited for. If
+a router's launch is not followed by one of the experts', as after an error on the host, its packets' epoch comes again:
+the handover must not be used any more.
 """
 
 from __future__ import annotations
