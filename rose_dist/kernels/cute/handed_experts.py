@@ -127,10 +127,11 @@ class HandedExperts(ExpertLinear):
     def take_row(self, shared: Int32, handed: list[Any], starts: cute.Tensor) -> list[Any]:
         """By the computing warps: the token's row for all segments of the first layer, into every buffer."""
         tiling, alive = self.tiling, Boolean(True)
+        handover, epoch, limit_ns, report = handed
         threads = tiling.warps * WARP
         buffers = [shared + tiling.row_offset + i * tiling.rows * tiling.row_stride for i in range(tiling.buffers)]
         if starts[self.experts] > 0:
-            alive = take_row(*handed, buffers, tiling.columns[0] * BLOCK, threads)
+            alive = take_row(handover, epoch, limit_ns, report, buffers, tiling.columns[0] * BLOCK, threads)
             cute.arch.barrier(barrier_id=1, number_of_threads=threads)
         return [*handed, alive]
 
@@ -139,9 +140,10 @@ class HandedExperts(ExpertLinear):
         all these warps, which are done with the item before.
         """
         if layer == 1:
-            tiling = self.tiling
+            tiling, (handover, epoch, limit_ns, report, alive) = self.tiling, handed
             target, threads = shared + tiling.row_offset + buffer * tiling.row_stride, tiling.warps * WARP
-            take_results(*handed, start, target, tiling.columns[1] * BLOCK, threads)
+            columns = tiling.columns[1] * BLOCK
+            take_results(handover, epoch, limit_ns, report, alive, start, target, columns, threads)
             cute.arch.barrier(barrier_id=1, number_of_threads=threads)
 
     def finish(
