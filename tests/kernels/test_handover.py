@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from rose_dist.kernels import jit, launch, layer_meeting, mxfp4_experts, registry
+from rose_dist.kernels import binary, jit, launch, layer_meeting, mxfp4_experts, registry
 from rose_dist.kernels.arch import ARCHS
 from rose_dist.kernels.combine_norm import combine_norm
 from rose_dist.kernels.cute.handed_experts import HandedExperts
@@ -21,8 +21,10 @@ from rose_dist.kernels.rms_norm import rms_norm
 from rose_dist.kernels.route_rows import route_rows
 from rose_dist.kernels.routing import Router
 from rose_dist.kernels.sync import REPORT_WORDS, WaitExpiredError
+from rose_dist.kernels.variants import WARP
 from tests.kernels import emulation
-from tests.kernels.test_few_rows_interpreted import REGISTERS, SHARED, registers
+from tests.kernels.binaries import Binaries
+from tests.kernels.test_few_rows_interpreted import REGISTERS, SHARED
 from tests.kernels.test_mxfp4_layout import random_mxfp4
 from tests.ptx.errors import PtxError
 from tests.ptx.launch import Launch
@@ -110,7 +112,7 @@ def token(block: Block) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("first", "held", "live"), [(0, EXPERTS, 1), (0, EXPERTS, 0), (16, 16, 1), (0, 16, 1), (31, 1, 1)], ids=str
+    ("first", "held", "live"), [(0, EXPERTS, 1), (0, EXPERTS, 0), (16, 16, 1), (31, 1, 1)], ids=str
 )
 def test_gives_the_bits_of_packed_rows(block: Block, first: int, held: int, live: int) -> None:
     for _ in range(2):
@@ -213,26 +215,29 @@ def test_experts_that_wait_in_vain_end_and_say_so(block: Block, chosen: bool, mo
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_the_next_launch_begins_behind_the_wait(arch: str) -> None:
+def test_the_next_launch_begins_behind_the_wait(arch: str, compiled_once: Binaries) -> None:
     """What it reads early was written by the router's launch, which may run while the experts already do."""
     kernels = [k for k in registry._mxfp4_experts(ARCHS[arch]) if isinstance(k, HandedExperts)]
     assert len(kernels) == 1
-    before, after = jit.compile_binary(kernels[0]).ptx.split("griddepcontrol.wait;")
+    before, after = compiled_once.of(kernels[0]).ptx.split("griddepcontrol.wait;")
     assert "griddepcontrol.launch_dependents" in after
     assert "griddepcontrol.launch_dependents" not in before
     assert "ld.relaxed.sys.global.v4.b32" in before
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_a_router_that_hands_over_starts_beside_the_experts(arch: str) -> None:
+def test_a_router_that_hands_over_starts_beside_the_experts(arch: str, compiled_once: Binaries) -> None:
     """Or the experts' blocks of its SMs would begin when it has ended."""
     routers = [k for k in registry._few_rows(ARCHS[arch]) if isinstance(k, RouteRows) and k.hands_over]
     experts = next(k for k in registry._mxfp4_experts(ARCHS[arch]) if isinstance(k, HandedExperts))
-    for router in routers:
+
+    def registers(kernel: jit.Kernel, threads: int) -> int:
         # Warps are spread evenly over the SM's four quarters, each with its own registers.
-        taken = [(k, -(-threads // 32 // 4) * 128) for k, threads in ((router, 288), (experts, 512))]
+        return -(-binary.facts(compiled_once.of(kernel)).registers // 8) * 8 * -(-threads // WARP // 4) * 4 * WARP
+
+    for router in routers:
         assert router.weights.threads == 288
-        assert sum(registers(k, threads) for k, threads in taken) <= REGISTERS
+        assert registers(router, 288) + registers(experts, experts.tiling.threads) <= REGISTERS
         assert router.places["size"] + experts.tiling.shared_bytes + 4096 + 2 * 1024 <= SHARED
 
 

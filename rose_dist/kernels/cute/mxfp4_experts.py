@@ -59,6 +59,8 @@ class ExpertLinear(jit.Kernel):
     experts: matrices of a layer.
     tiles: tile rows of a matrix, of each layer.
     gated: even outputs of the first layer are gates, odd ones linear.
+
+    Where rows come from and results go is in methods of its own, from `begin` to `finish`: `handed_experts` has others.
     """
 
     experts: int
@@ -131,7 +133,9 @@ class ExpertLinear(jit.Kernel):
     def begin(
         self, x: Any, counts: Any, offsets: Any, factors: Any, starts: Any, segments: Any, limit_ns: Any, report: Any
     ) -> tuple[Any, list[Any]]:
-        """List the segments, when the launch before is done; returns each layer's `share`, and nothing handed over."""
+        """List the segments, when the launch before is done; returns each layer's `share`, and what is `handed` over to
+        the computing warps: nothing.
+        """
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         tiling = self.tiling
