@@ -64,19 +64,24 @@ class ChunkNumbers:
     starts: Tensor
     slots: Sequence[Tensor]
 
+    @staticmethod
+    def nbytes(groups: int) -> int:
+        """Of the memory that holds them for so many KV groups."""
+        return ((2 + groups) * _LINE) * 4 + groups * MOST_KEYS * 8
+
     @classmethod
-    def allocate(cls, groups: int, device: torch.device) -> ChunkNumbers:
-        """Of no sequence."""
+    def laid_out(cls, memory: Tensor, groups: int) -> ChunkNumbers:
+        """In uint8 [nbytes]."""
+        starts, slots = torch.split(memory, [(2 + groups) * _LINE * 4, groups * MOST_KEYS * 8])
         return cls(
-            torch.zeros(2 + groups, _LINE, dtype=torch.int32, device=device),
-            [torch.zeros(MOST_KEYS, dtype=torch.int64, device=device) for _ in range(groups)],
+            starts.view(torch.int32).view(2 + groups, _LINE), slots.view(torch.int64).view(groups, MOST_KEYS).unbind()
         )
 
-    def copy_(self, step: ChunkNumbers) -> None:
-        """Take over those of a step, of which there may be fewer slots."""
-        self.starts.copy_(step.starts)
+    def fill(self, step: ChunkArrays) -> None:
+        """On the host: take over those of a step, of which there may be fewer slots."""
+        self.starts.copy_(torch.from_numpy(step.starts))
         for own, slots in zip(self.slots, step.slots, strict=True):
-            own[: len(slots)].copy_(slots)
+            own[: len(slots)].copy_(torch.from_numpy(slots))
 
     def work(self, number: int, rows: int, window: int | None) -> PagedChunks:
         """A KV group's attention of up to so many tokens."""

@@ -18,10 +18,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rose_dist.engine.chunk_numbers import ChunkArrays, ChunkNumbers
+from rose_dist.engine.chunk_numbers import ChunkArrays
+from rose_dist.engine.pass_numbers import PassNumbers
 from rose_dist.engine.step import Step
 from rose_dist.engine.token_numbers import TokenNumbers
 from rose_dist.kernels.paged_prefill import own_kernel
@@ -43,9 +46,10 @@ class PrefillGraphs:
         self._model, self._storages, self._sampled = model, tuple(storages), sampled
         self.ladder = tuple(sorted(ladder))
         device, rows = storages[0].keys.device, self.ladder[-1]
-        self._numbers = torch.zeros(TokenNumbers.lines(len(storages)) * rows, dtype=torch.int64, device=device)
+        self._memory = torch.zeros(PassNumbers.nbytes(len(storages), rows), dtype=torch.uint8, device=device)
+        self._locked = device.type == "cuda"
         self._block_size = block_size
-        self._chunks = ChunkNumbers.allocate(len(storages), device) if own_kernel(storages[0].keys[0]) else None
+        self._attends = own_kernel(storages[0].keys[0])
         self._passes: dict[int, _Pass] = {}
 
     def rows_for(self, tokens: int) -> int | None:
@@ -63,7 +67,7 @@ class PrefillGraphs:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         for size in reversed(self.ladder):
             nothing = TokenNumbers.array((), len(self._storages), 1, size)
-            self._fixed(size).tensor.copy_(torch.from_numpy(nothing))
+            self._fixed(size).tokens.tensor.copy_(torch.from_numpy(nothing))
             torch.cuda.synchronize()
             with torch.cuda.stream(side):
                 self._forward(
@@ -87,7 +91,7 @@ class PrefillGraphs:
             numbers: of the batch's tokens, `rows_for` them.
         """
         captured = self._passes[numbers.rows]
-        captured.numbers.copy_(numbers.tensor)
+        captured.numbers.tokens.tensor.copy_(numbers.tensor)
         for graph, call in zip(captured.graphs, captured.calls, strict=False):
             graph.replay()
             for work in batch.groups[call.group].work:
@@ -98,30 +102,38 @@ class PrefillGraphs:
 
     def chunks(self, step: Step) -> ChunkArrays | None:
         """What `run_whole` needs to know of a step, if it serves it."""
-        if self._chunks is None:
+        if not self._attends:
             return None
         return ChunkArrays.of(step.sequences, self._model.kv_groups, self._block_size)
 
-    def run_whole(self, numbers: TokenNumbers, chunks: ChunkNumbers, logits_rows: Tensor) -> Tensor | None:
-        """As `run`, for a step of chunks alone: `chunks` has as many slots as there are keys."""
-        captured = self._passes[numbers.rows]
-        assert self._chunks is not None
+    def run_whole(self, tokens: npt.NDArray[np.int64], chunks: ChunkArrays, wanted: Sequence[int]) -> Tensor | None:
+        """As `run`, for a step of chunks alone.
+
+        Args:
+            tokens: what `TokenNumbers` are to hold, of `rows_for` them.
+            wanted: rows whose logits are.
+        """
+        rows = tokens.shape[1]
+        captured = self._passes[rows]
         assert captured.whole is not None
-        captured.numbers.copy_(numbers.tensor)
-        self._chunks.copy_(chunks)
+        # Memory of its own for each step: torch gives it to no other before it has been copied.
+        size = PassNumbers.nbytes(len(self._storages), rows)
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=self._locked)
+        PassNumbers.laid_out(host, len(self._storages), rows).fill(tokens, chunks, wanted)
+        self._memory[:size].copy_(host, non_blocking=True)
         for graph in captured.whole.graphs:
             graph.replay()
-        logits: Tensor | None = self._model.lm_head(captured.whole.hidden[logits_rows])
+        logits: Tensor | None = self._model.lm_head(captured.whole.hidden[captured.numbers.wanted[: len(wanted)]])
         return logits
 
-    def _fixed(self, size: int) -> TokenNumbers:
+    def _fixed(self, size: int) -> PassNumbers:
         """Where the graphs of a size read their numbers."""
-        lines = TokenNumbers.lines(len(self._storages))
-        return TokenNumbers(self._numbers[: lines * size].view(lines, size))
+        groups = len(self._storages)
+        return PassNumbers.laid_out(self._memory[: PassNumbers.nbytes(groups, size)], groups, size)
 
     def _forward(self, size: int, work: Callable[[int], AttentionWork]) -> Tensor:
         """work: of each KV group."""
-        numbers = self._fixed(size)
+        numbers = self._fixed(size).tokens
         groups = tuple(
             GroupBatch(storage, numbers.slots(number), (work(number),)) for number, storage in enumerate(self._storages)
         )
@@ -141,11 +153,11 @@ class PrefillGraphs:
         calls = [
             _Call(**values | {name: borrowed(values[name]) for name in ("q", "out")}) for values in recording.calls
         ]
-        whole = None if self._chunks is None else self._capture_whole(size, self._chunks, pool)
-        return _Pass(recording.graphs, calls, self._fixed(size).tensor, borrowed(Place(hidden)), whole)
+        whole = self._capture_whole(size, pool) if self._attends else None
+        return _Pass(recording.graphs, calls, self._fixed(size), borrowed(Place(hidden)), whole)
 
-    def _capture_whole(self, size: int, chunks: ChunkNumbers, pool: Any) -> _Whole:
-        recording = _LongCapture(pool)
+    def _capture_whole(self, size: int, pool: Any) -> _Whole:
+        recording, chunks = _LongCapture(pool), self._fixed(size).chunks
 
         def work(number: int) -> AttentionWork:
             return _Counted(chunks.work(number, size, self._model.kv_groups[number].window), recording)
@@ -183,14 +195,14 @@ class _Whole:
 class _Pass:
     """
     graphs: one more than calls, which come between them.
-    numbers: what the first graph reads.
+    numbers: what the graphs read.
     hidden: [size, hidden], what the last graph leaves, until another one runs: it lies in their memory too.
     whole: the same pass with attention in its graphs, which are few.
     """
 
     graphs: list[torch.cuda.CUDAGraph]
     calls: list[_Call]
-    numbers: Tensor
+    numbers: PassNumbers
     hidden: Tensor
     whole: _Whole | None
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from rose_dist.engine.attention_planner import AttentionPlanner, GatheringPlanner
-from rose_dist.engine.chunk_numbers import ChunkNumbers
 from rose_dist.engine.config import EngineConfig
 from rose_dist.engine.decode_batch import DecodeBatch, TableShape
 from rose_dist.engine.decode_graphs import DecodeGraphs
@@ -125,10 +124,7 @@ class ModelRunner:
             chunks = graphs.chunks(step)
             if chunks is None:
                 return graphs.run(*self._numbered_batch(step, rows))
-            numbers, logits_rows = self._numbers(step, rows)
-            there = ChunkNumbers(self._inputs.put(chunks.starts), list(map(self._inputs.put, chunks.slots)))
-            self._inputs.send()
-            return graphs.run_whole(numbers, there, logits_rows)
+            return graphs.run_whole(self._token_numbers(step, rows), chunks, _wanted_rows(step))
         logits: Tensor | None = self.model(self._batch(step))
         return logits
 
@@ -145,7 +141,8 @@ class ModelRunner:
     def _numbered_batch(self, step: Step, rows: int) -> tuple[ForwardBatch, TokenNumbers]:
         """What the model takes, and the numbers that its tensors are part of, with so many rows."""
         sequences, tokens = step.sequences, step.token_count
-        numbers, logits_rows = self._numbers(step, rows)
+        numbers = TokenNumbers(self._inputs.put(self._token_numbers(step, rows)))
+        logits_rows = self._inputs.put(np.array(_wanted_rows(step), np.int64))
         groups = tuple(
             planner.plan(sequences, numbers.slots(number)[:tokens]) for number, planner in enumerate(self._planners)
         )
@@ -155,10 +152,11 @@ class ModelRunner:
         )
         return batch, numbers
 
-    def _numbers(self, step: Step, rows: int) -> tuple[TokenNumbers, Tensor]:
-        """The tokens' numbers and the rows whose logits are wanted, to be sent."""
-        sequences, put = step.sequences, self._inputs.put
-        array = TokenNumbers.array(sequences, len(self.specs), self._block_size, rows)
-        ends = accumulate(len(sequence.tokens) for sequence in sequences)
-        wanted = [end - 1 for end, sequence in zip(ends, sequences, strict=True) if sequence.sample]
-        return TokenNumbers(put(array)), put(np.array(wanted, np.int64))
+    def _token_numbers(self, step: Step, rows: int) -> npt.NDArray[np.int64]:
+        return TokenNumbers.array(step.sequences, len(self.specs), self._block_size, rows)
+
+
+def _wanted_rows(step: Step) -> list[int]:
+    """Whose logits are wanted: of sequences that sample, the last tokens."""
+    ends = accumulate(len(sequence.tokens) for sequence in step.sequences)
+    return [end - 1 for end, sequence in zip(ends, step.sequences, strict=True) if sequence.sample]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rose_dist.kernels import checks, launch
+from rose_dist.kernels.routing import add_load
 
 
 def map_experts(
@@ -54,9 +55,7 @@ def reference(ids: Tensor, load: Tensor, table: Tensor | None, turn: int, live_r
     """`map_experts` on the CPU; in numpy, where a small array's operation costs a third of torch's."""
     chosen = ids.numpy()
     live = len(chosen) if live_rows is None else min(int(live_rows), len(chosen))
-    counts = load.numpy()
-    numbers = chosen[:live].ravel() + 1  # bin 0 holds the skipped ones
-    counts += np.bincount(numbers, minlength=len(counts) + 1)[1:]
+    add_load(load, ids[:live])
     if table is None and live == len(chosen):
         return ids
     slots = np.full_like(chosen, -1)

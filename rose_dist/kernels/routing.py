@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,24 +74,35 @@ class Routing:
 
 
 def route(
-    logits: Tensor, router: Router, *, bias: Tensor | None = None, counts: bool = False, live_rows: Tensor | None = None
-) -> Routing:
+    logits: Tensor, router: Router, *, bias: Tensor | None = None, counts: bool = False, load: Tensor | None = None,
+    live_rows: Tensor | None = None,
+) -> Routing:  # fmt: skip
     """Apply a routing rule.
 
     Args:
         logits: [tokens, experts], fp32, bf16 or fp16. A NaN is never preferred to a number.
         bias: fp32 [experts], added to sigmoid scores for the choice alone.
         counts: whether to count tokens an expert.
+        load: int64 [experts], to which how often each was chosen is added.
         live_rows: int32 [1]; tokens from there on are dead.
     """
     if logits.is_cuda:
-        return _launch(logits, router, bias, counts, live_rows)
+        return _launch(logits, router, bias, counts, load, live_rows)
+    quick = None
     if router.score is Score.SOFTMAX_OF_CHOSEN and bias is None and live_rows is None and not counts:
         quick = _without_ties(logits, router)
-        if quick is not None:
-            return quick
-    _check(logits, router, bias)
-    return reference(logits, router, bias=bias, counts=counts, live_rows=live_rows)
+    if quick is None:
+        _check(logits, router, bias, load)
+        quick = reference(logits, router, bias=bias, counts=counts, live_rows=live_rows)
+    if load is not None:
+        add_load(load, quick.ids)
+    return quick
+
+
+def add_load(load: Tensor, ids: Tensor) -> None:
+    """Count the experts of `ids`, −1 excepted, on the CPU; in numpy, where a small array costs a third of torch's."""
+    counts = load.numpy()
+    counts += np.bincount(ids.numpy().ravel() + 1, minlength=len(counts) + 1)[1:]
 
 
 def _without_ties(logits: Tensor, router: Router) -> Routing | None:
@@ -104,9 +116,14 @@ def _without_ties(logits: Tensor, router: Router) -> Routing | None:
     return Routing(ids[:, : router.k].to(torch.int32), weights if router.scale == 1.0 else weights * router.scale)
 
 
-def _check(logits: Tensor, router: Router, bias: Tensor | None) -> None:
+def _check(logits: Tensor, router: Router, bias: Tensor | None, load: Tensor | None) -> None:
     checks.shape("logits", logits, None, None)
     router.check(logits.shape[1])
+    if load is not None:
+        checks.shape("load", load, logits.shape[1])
+        checks.dtype("load", load, torch.int64)
+        checks.dense("load", load, 8)
+        checks.same_device("load", load, logits.device)
     if bias is not None:
         checks.shape("bias", bias, logits.shape[1])
         checks.dtype("bias", bias, torch.float32)
@@ -147,8 +164,10 @@ def reference(
     return Routing(ids, weights, hits)
 
 
-def _launch(logits: Tensor, router: Router, bias: Tensor | None, counts: bool, live_rows: Tensor | None) -> Routing:
-    launcher, blocks = _prepare(logits, router, bias, counts, live_rows)
+def _launch(
+    logits: Tensor, router: Router, bias: Tensor | None, counts: bool, load: Tensor | None, live_rows: Tensor | None
+) -> Routing:
+    launcher, blocks = _prepare(logits, router, bias, counts, load, live_rows)
     tokens, experts = logits.shape
     ids = torch.empty(tokens, router.k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, router.k, dtype=torch.float32, device=logits.device)
@@ -156,17 +175,18 @@ def _launch(logits: Tensor, router: Router, bias: Tensor | None, counts: bool, l
     if tokens == 0:
         return Routing(ids, weights, None if hits is None else hits.zero_())
     launch.run(
-        launcher, logits, logits, logits.stride(0), bias, ids, weights, hits, live_rows, tokens, blocks, router.scale
-    )
+        launcher, logits, logits, logits.stride(0), bias, ids, weights, hits, load, live_rows, tokens, blocks,
+        router.scale,
+    )  # fmt: skip
     return Routing(ids, weights, hits)
 
 
 @checks.once
 def _prepare(
-    logits: Tensor, router: Router, bias: Tensor | None, counts: bool, live_rows: Tensor | None
+    logits: Tensor, router: Router, bias: Tensor | None, counts: bool, load: Tensor | None, live_rows: Tensor | None
 ) -> tuple[jit.Launcher, int]:
     """The kernel for arguments that have been checked, and its blocks."""
-    _check(logits, router, bias)
+    _check(logits, router, bias, load)
     checks.dtype("logits", logits, torch.float32, torch.bfloat16, torch.float16)
     checks.rows("logits", logits, align=logits.element_size())
     checks.live_rows(live_rows, logits.device)
@@ -179,6 +199,6 @@ def _prepare(
 
     launcher = cute.launcher(
         device.arch, logits.dtype, experts, router.k, router.score, router.groups, router.top_groups,
-        bias is not None, counts, shape, vector_bytes,
+        bias is not None, counts, load is not None, shape, vector_bytes,
     )  # fmt: skip
     return launcher, shape.cluster or min(-(-tokens // shape.warps), device.sms * 4)

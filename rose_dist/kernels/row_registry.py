@@ -125,7 +125,9 @@ def routers(arch: Arch) -> Iterator[Kernel]:
         for counts, shapes in ((False, ROUTERS), (True, COUNTING_ROUTERS)):
             for shape in shapes.variants:
                 dtype = torch.float32 if bias else torch.bfloat16
-                yield Route(arch, dtype, experts, k, score, groups, max(groups // 2, 1), bias, counts, shape, 16)
+                rule = (dtype, experts, k, score, groups, max(groups // 2, 1), bias)
+                for load in {False, not counts}:
+                    yield Route(arch, *rule, counts, shape, 16, load)
 
 
 def embeddings(arch: Arch) -> Iterator[Kernel]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rose_dist.comm.expert_placement import Placement
 from rose_dist.kernels.expert_map import map_experts
+from rose_dist.kernels.routing import Router, route
 
 
 class ExpertMap:
@@ -32,9 +33,16 @@ class ExpertMap:
         """As `map_experts` takes it; None: slots are experts."""
         return None if self._single else self._table
 
-    def __call__(self, ids: Tensor, live_rows: Tensor | None = None) -> Tensor:
-        """int32 [tokens, top_k], experts to slots, −1 from token `live_rows` on; counts the live ones."""
-        return map_experts(ids, self.load, self.table, turn=self.replica, live_rows=live_rows)
+    def route(self, logits: Tensor, router: Router, live_rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The slots that each token goes to, int32 [tokens, top_k], −1 from token `live_rows` on, and their weights,
+        fp32; counts the live ones.
+        """
+        if self.table is None:
+            chosen = route(logits, router, load=self.load, live_rows=live_rows)
+            return chosen.ids, chosen.weights
+        chosen = route(logits, router, live_rows=live_rows)
+        slots = map_experts(chosen.ids, self.load, self.table, turn=self.replica, live_rows=live_rows)
+        return slots, chosen.weights
 
     def place(self, placement: Placement) -> None:
         """From now on experts are there; it has as many slots as the one before."""

@@ -19,7 +19,7 @@ from rose_dist.kernels.mxfp4_experts import ExpertRows
 from rose_dist.kernels.quantize import quantize
 from rose_dist.kernels.route_rows import route_rows
 from rose_dist.kernels.route_rows import takes as takes_router
-from rose_dist.kernels.routing import Router, route
+from rose_dist.kernels.routing import Router
 from rose_dist.kernels.swiglu import Rows
 from rose_dist.kernels.variants import EXPERT_GEMM_ROWS, Ranges
 from rose_dist.layers.expert_map import ExpertMap
@@ -53,8 +53,7 @@ class MoE(nn.Module):
             x, residual: [tokens, hidden]; `residual` may be overwritten.
             live_rows: int32 [1]; rows from there on hold anything.
         """
-        chosen = route(self.router(x), self.rule, live_rows=live_rows)
-        routing = Routing(self.expert_map(chosen.ids, live_rows), chosen.weights)
+        routing = Routing(*self.expert_map.route(self.router(x), self.rule, live_rows))
         dispatched = self._dispatch(x, routing, live_rows)
         rows = ExpertRows(
             dispatched.counts, dispatched.offsets, self._most_rows(x.shape[0]), dispatched.layout,

@@ -81,7 +81,7 @@ class GptOssDecoderLayer(nn.Module):
         self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, place: int, batch: GroupBatch,
         live_rows: Tensor | None, after: RMSNorm, ahead: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The same for up to `MAX_ROWS` tokens, in 6 launches for 11, or 7 and more with several ranks: norms,
+        """The same for up to `MAX_ROWS` tokens, in 6 launches for 10, or 7 and more with several ranks: norms,
         residuals, rotary, routing and dispatch go with the launches beside them.
 
         Args:

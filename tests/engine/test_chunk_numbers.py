@@ -25,9 +25,9 @@ def test_they_are_what_planners_make_of_a_step() -> None:
     sequences = [chunk(5, 3), chunk(2, 40), chunk(33, 16, 5)]
     arrays = ChunkArrays.of(sequences, GROUPS, 16)
     assert arrays is not None
-    numbers = ChunkNumbers.allocate(2, CPU)
-    numbers.slots[0].fill_(-5)
-    numbers.copy_(ChunkNumbers(torch.from_numpy(arrays.starts), list(map(torch.from_numpy, arrays.slots))))
+    memory = torch.full((ChunkNumbers.nbytes(2),), 255, dtype=torch.uint8)
+    numbers = ChunkNumbers.laid_out(memory, 2)
+    numbers.fill(arrays)
     for number, group in enumerate(GROUPS):
         planner = PagedPlanner(number, group.window, 16, group.storage(64, torch.bfloat16, CPU), StepInputs(CPU), None)
         (planned,) = planner.plan(sequences, torch.zeros(40)).work

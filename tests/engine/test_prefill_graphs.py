@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 from rose_dist.comm.layout import Layout
 from rose_dist.comm.world import World
 from rose_dist.engine import prefill_graphs
-from rose_dist.engine.chunk_numbers import ChunkNumbers
 from rose_dist.engine.config import prefill_ladder_for
 from rose_dist.engine.engine import Engine
 from rose_dist.engine.prefill_graphs import Place, PrefillGraphs
@@ -117,9 +116,7 @@ def test_prefill_and_mixed_steps_are_those_of_the_cpu(tmp_path: Path, monkeypatc
     runner, _, place = emulated_runner(tmp_path, options, monkeypatch)
     record(monkeypatch)
     graphs = PrefillGraphs(runner.model, runner.storages, runner.sampled, (12, 16), 16)
-    graphs._numbers = place(graphs._numbers)
-    assert graphs._chunks is not None
-    graphs._chunks = ChunkNumbers(place(graphs._chunks.starts), list(map(place, graphs._chunks.slots)))
+    graphs._memory = place(graphs._memory)
     # Steps of chunks alone come from whole passes.
     assert [graphs.chunks(step) is not None for step in steps] == [True, False, True]
     graphs.capture()

@@ -72,8 +72,11 @@ class Emulator:
         stored = self.machine.tensor(narrow.numpy()) if values.numel() else values
         return stored.view(values.dtype).view(values.shape).as_subclass(EmulatedTensor)
 
-    def empty(self, *shape: Any, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
+    def empty(
+        self, *shape: Any, dtype: torch.dtype = torch.float32, device: Any = None, pin_memory: bool = False
+    ) -> torch.Tensor:
         """torch.empty in emulated memory for who names a device, as all of `rose_dist.kernels` does."""
+        assert not pin_memory, "there is no driver to lock pages"
         if device is None or torch.device(device).type == "meta":
             return _EMPTY(*shape, dtype=dtype, device=device)
         sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape

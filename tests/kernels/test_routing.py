@@ -103,6 +103,20 @@ def test_bf16_logits_and_dead_tokens(gpu: Any) -> None:
     assert int(gpu.plain(routing.counts).sum()) == 12
 
 
+@pytest.mark.parametrize("live", [None, 9])
+def test_what_is_chosen_adds_to_the_load(gpu: Any, live: int | None) -> None:
+    logits, before = torch.randn(13, 40).bfloat16(), torch.arange(40) << 32
+    load = gpu.tensor(before.clone())
+    bound = None if live is None else gpu.tensor(torch.tensor([live], dtype=torch.int32))
+    ids = gpu.plain(route(gpu.tensor(logits), Router(4), load=load, live_rows=bound).ids)
+    wanted = torch.bincount(reference(logits, Router(4)).ids[:live].flatten().long(), minlength=40)
+    assert torch.equal(gpu.plain(load), before + wanted)
+    on_cpu = before.clone()
+    routing = route(logits, Router(4), load=on_cpu, live_rows=None if live is None else torch.tensor([live]))
+    assert torch.equal(on_cpu, before + wanted)
+    assert torch.equal(routing.ids, ids)
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_cpu_path(rule: str) -> None:
     experts, router = RULES[rule]

@@ -20,6 +20,8 @@ from rose_dist.engine.protocol import SamplingParams
 PROFILED = 2
 APART_S = 0.02
 """Between profiled prompts, more than the device ever waits within one."""
+REST_S = 0.1
+"""Before a prompt that finds the device rested."""
 
 
 @click.command("prefill")
@@ -36,6 +38,8 @@ def command(
     """Time single random prompts of MODEL up to their first token; the median of some.
 
     usd_per_mtok pays for all ranks, though of several replicas one has the prompt.
+    Of `ms` prompts come one behind the other, of `ms_rested` 0.1 s apart: under load a GPU's clock falls within a tenth
+    of a second.
     device_ms and idle_share are of the time from a prompt's first to its last kernel, profiled.
     """
     with offline_session(options) as session:
@@ -56,6 +60,7 @@ def command(
                 "tok_s": length / seconds,
                 "usd_per_mtok": usd_per_mtok(length / seconds, session.engine.groups.layout.world, gpu_hour_usd),
                 "ms_most": max(times) * 1e3,
+                "ms_rested": statistics.median(_run(session, length, REST_S) for _ in range(rounds)) * 1e3,
                 "experts_touched": touched_share(session.engine, lambda length=length: _run(session, length)),  # type: ignore[misc]
                 "touched_if_uniform": uniform_share(model, length),
             }

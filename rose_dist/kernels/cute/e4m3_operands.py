@@ -31,9 +31,10 @@ def decode_e4m3(word: Any, low: Any, high: Any) -> tuple[Any, Any]:
     """A word's eight codes: columns 2q, 2q + 8, 2q + 1 and 2q + 9 as four e4m3, and those 16 further on."""
     word = Uint32(word)
     by_two = word >> Uint32(2)
-    # The magnitudes of pairs 2 and 3 come to where `word` has those of 0 and 1: nibbles 0, 1, 4 and 5.
-    others = merge(by_two, word >> Uint32(10), 0x00600060)
-    places = permute(word, others, 0x6420) & Uint32(0x77777777)
+    # The magnitudes of pairs 2 and 3 come to nibbles 2, 3, 6 and 7; those of 0 and 1 are in the others. The assembler
+    # makes multiplications of shifts to the left: they are not for the unit that has most to do.
+    others = merge(word << Uint32(6), by_two, 0x60006000)
+    places = permute(word, others, 0x7520) & Uint32(0x77777777)
     first, second = permute_by(low, high, places), permute_by(low, high, upper_half(places))
     first |= merge(by_two, word << Uint32(2), 0x00FF00FF) & Uint32(0x80808080)
     second |= permute(word << Uint32(4), word, 0x7052) & Uint32(0x80808080)

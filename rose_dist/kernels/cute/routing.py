@@ -35,15 +35,17 @@ MAX_UNROLLED = 8
 @cache
 def launcher(
     arch: Arch, dtype: torch.dtype, experts: int, k: int, score: Score, groups: int, top_groups: int, bias: bool,
-    counts: bool, shape: RouterShape, vector_bytes: int,
+    counts: bool, load: bool, shape: RouterShape, vector_bytes: int,
 ) -> jit.Launcher:  # fmt: skip
-    return jit.load(Route(arch, dtype, experts, k, score, groups, top_groups, bias, counts, shape, vector_bytes))
+    return jit.load(Route(arch, dtype, experts, k, score, groups, top_groups, bias, counts, shape, vector_bytes, load))
 
 
 @dataclass(frozen=True)
 class Route(jit.Kernel):
     """A warp a token. A lane keeps the keys of some neighbouring experts in registers, best first; k rounds of a warp
     maximum choose, and lane i computes the weight of choice i.
+
+    A choice also adds to its expert's load, if that is given.
 
     Counts of few tokens: one cluster of blocks, a warp for every token, adds into the shared memory of its first block,
     which writes them. Of many: every block adds its own histogram to counts that a launch before has zeroed.
@@ -59,6 +61,7 @@ class Route(jit.Kernel):
     counts: bool
     shape: RouterShape
     vector_bytes: int
+    adds_load: bool = False
 
     @property
     def per_lane(self) -> int:
@@ -72,15 +75,15 @@ class Route(jit.Kernel):
 
     @cute.jit
     def __call__(
-        self, logits: Int64, stride: Int64, bias: Int64, ids: Int64, weights: Int64, counts: Int64, live_rows: Int64,
-        tokens: Int32, blocks: Int32, scale: Float32, stream: Stream,
+        self, logits: Int64, stride: Int64, bias: Int64, ids: Int64, weights: Int64, counts: Int64, load: Int64,
+        live_rows: Int64, tokens: Int32, blocks: Int32, scale: Float32, stream: Stream,
     ) -> None:  # fmt: skip
         threads = self.shape.warps * WARP
         # A cluster of one would be launched as a cluster, too.
         cluster = [self.shape.cluster, 1, 1] if self.shape.cluster else None
         if const_expr(self.counts and not self.shape.cluster):
             self.zero(counts).launch(grid=[1, 1, 1], block=[self.per_lane * WARP, 1, 1], stream=stream, use_pdl=True)
-        self.kernel(logits, stride, bias, ids, weights, counts, live_rows, tokens, scale).launch(
+        self.kernel(logits, stride, bias, ids, weights, counts, load, live_rows, tokens, scale).launch(
             grid=[blocks, 1, 1], block=[threads, 1, 1], cluster=cluster, stream=stream, use_pdl=True
         )
 
@@ -94,8 +97,8 @@ class Route(jit.Kernel):
 
     @cute.kernel
     def kernel(
-        self, logits: Int64, stride: Int64, bias: Int64, ids: Int64, weights: Int64, counts: Int64, live_rows: Int64,
-        tokens: Int32, scale: Float32,
+        self, logits: Int64, stride: Int64, bias: Int64, ids: Int64, weights: Int64, counts: Int64, load: Int64,
+        live_rows: Int64, tokens: Int32, scale: Float32,
     ) -> None:  # fmt: skip
         thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         blocks = cute.arch.grid_dim()[0]
@@ -114,7 +117,9 @@ class Route(jit.Kernel):
         live = vector.live_rows(live_rows, tokens)
         if const_expr(self.counts and self.shape.cluster > 0):
             # At most one token a warp, neighbours on different blocks. The zeroes are awaited after the choice only.
-            chosen = self.serve(warp * blocks + block, tokens, live, logits, stride, bias, ids, weights, scale, lane)
+            chosen = self.serve(
+                warp * blocks + block, tokens, live, logits, stride, bias, ids, weights, load, scale, lane
+            )
             self.await_all()
             if chosen >= 0:
                 self.count(histogram, chosen)
@@ -122,7 +127,7 @@ class Route(jit.Kernel):
             if const_expr(self.counts):
                 self.await_all()
             for token in range(warp * blocks + block, tokens, blocks * self.shape.warps):
-                chosen = self.serve(token, tokens, live, logits, stride, bias, ids, weights, scale, lane)
+                chosen = self.serve(token, tokens, live, logits, stride, bias, ids, weights, load, scale, lane)
                 if const_expr(self.counts):
                     if chosen >= 0:
                         self.count(histogram, chosen)
@@ -132,7 +137,7 @@ class Route(jit.Kernel):
     @cute.jit
     def serve(
         self, token: Int32, tokens: Int32, live: Int32, logits: Int64, stride: Int64, bias: Int64, ids: Int64,
-        weights: Int64, scale: Float32, lane: Int32,
+        weights: Int64, load: Int64, scale: Float32, lane: Int32,
     ) -> Int32:  # fmt: skip
         """Route one token; returns what this lane has to count, −1 for nothing."""
         chosen = Int32(-1)
@@ -144,6 +149,9 @@ class Route(jit.Kernel):
                 place = (Int64(token) * self.k + lane) * 4
                 vector.scalar(ids + place, Int32)[0] = chosen
                 vector.scalar(weights + place, Float32)[0] = weight * scale
+                if const_expr(self.adds_load):
+                    if chosen >= 0:
+                        ptx.add_relaxed_u64(load + Int64(chosen) * 8, Uint64(1), "gpu")
             else:
                 chosen = Int32(-1)
         return chosen
