@@ -101,13 +101,13 @@ class Sizes:
     def source_bytes(self) -> int:
         """Of one sender's part of a one-shot inbox. A part's last packet may be partly empty."""
         rows = (peer_regions.packets(self.hidden * self.dtype.itemsize // 4) + MOST_PARTS) * self.one_shot_rows
-        return max(rows, (peer_regions.packets(self.hidden) + MOST_PARTS) * self.combine_rows, 1) * PACKET_BYTES
+        most = max(rows, (peer_regions.packets(self.hidden) + MOST_PARTS) * self.combine_rows)
+        return peer_regions.lines(most * PACKET_BYTES)
 
     @property
     def slice_bytes(self) -> int:
         """Of one rank's slice of a two-shot exchange of `max_rows` fp32 rows."""
-        vectors = -(-self.max_rows * self.hidden * 4 // 16)
-        return -(-vectors // self.ranks) * 16
+        return peer_regions.lines(-(-self.max_rows * self.hidden * 4 // self.ranks))
 
     @property
     def inbox_bytes(self) -> int:
