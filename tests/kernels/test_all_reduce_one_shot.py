@@ -68,7 +68,7 @@ class Exchange:
 
 
 def peers_for(kernel: OneShot, **options: Any) -> Peers:
-    return Peers(kernel.ranks, ROWS * kernel.parts * kernel.part_packets, **options)
+    return Peers(kernel.ranks, ROWS * kernel.parts * kernel.part_stride, **options)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])

@@ -91,7 +91,7 @@ class CombineReduceNorm(jit.Kernel):
         own = [shot.word(part, rows, staged, at) for at in elements]
         sources = packets.other_ranks(shot.ranks, rank)
         received = cute.make_rmem_tensor(4 * len(sources), Uint32)
-        at = inbox + half + (Int64(part) * shot.part_packets + packet) * PACKET_BYTES
+        at = inbox + half + (Int64(part) * shot.part_stride + packet) * PACKET_BYTES
         packets.receive(
             [at + source * source_bytes for source in sources], [True for _ in sources], sources, epoch, received,
             Boolean(True), limit_ns, report, rank, ONE_SHOT_STAGE,

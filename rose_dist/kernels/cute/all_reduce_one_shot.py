@@ -73,6 +73,11 @@ class OneShot(jit.Kernel):
         return peer_regions.packets(self.words)
 
     @property
+    def part_stride(self) -> int:
+        """Packets from part to part in an inbox, whole lines."""
+        return peer_regions.lines(self.part_packets * PACKET_BYTES) // PACKET_BYTES
+
+    @property
     def threads(self) -> int:
         """Of a block."""
         most = MAX_THREADS if self.ranks <= 4 else MAX_THREADS // 2  # a packet of every rank is in registers
@@ -164,7 +169,7 @@ class OneShot(jit.Kernel):
             packet = cute.arch.thread_idx()[0] + turn * self.threads
             if packet < self.part_packets:
                 words = [self.word(part, x, staged, self.place(packet, i)) for i in range(PACKET_WORDS)]
-                at = offset + (Int64(part) * self.part_packets + packet) * PACKET_BYTES
+                at = offset + (Int64(part) * self.part_stride + packet) * PACKET_BYTES
                 packets.send(others, at, words, epoch)
 
     def place(self, packet: Any, i: Any) -> Any:
@@ -201,7 +206,7 @@ class OneShot(jit.Kernel):
                             before[i * self.each + j] = loaded[j]
             sources = packets.other_ranks(self.ranks, rank)
             received = cute.make_rmem_tensor(4 * len(sources), Uint32)
-            at = inbox + (Int64(part) * self.part_packets + packet) * PACKET_BYTES
+            at = inbox + (Int64(part) * self.part_stride + packet) * PACKET_BYTES
             alive = packets.receive(
                 [at + source * source_bytes for source in sources], [True for _ in sources], sources, epoch, received,
                 alive, limit_ns, report, rank, ONE_SHOT_STAGE,
