@@ -98,7 +98,7 @@ class CombineReduceNorm(jit.Kernel):
         )  # fmt: skip
         new, total = [], Float32(0.0)
         for i in range_constexpr(PACKET_WORDS):
-            value = Float32((before[i] + shot.add(own, received, i, rank)[0]).to(dtype))
+            value = Float32((before[i] + shot.add(own[i], received, i, rank)[0]).to(dtype))
             total = total + vector.select(valid[i], value * value, Float32(0.0))
             new.append(value)
         inverse = cute.math.rsqrt(self.sum_of_row(total, squares) * Float32(1.0 / shot.hidden) + eps)
