@@ -24,6 +24,7 @@ from rose_dist.kernels.combine_norm import check as check_combine_norm
 from rose_dist.kernels.linear_shapes import LINEAR_OUTPUTS, REDUCED_PER_SM
 from rose_dist.kernels.moe_dispatch import LIMIT_NS
 from rose_dist.kernels.peer_regions import (
+    LINE_BYTES,
     MAX_BLOCKS,
     MAX_RANKS,
     MAX_ROUNDS,
@@ -99,15 +100,17 @@ class Sizes:
 
     @property
     def source_bytes(self) -> int:
-        """Of one sender's part of a one-shot inbox. A part's last packet may be partly empty."""
-        rows = (peer_regions.packets(self.hidden * self.dtype.itemsize // 4) + MOST_PARTS) * self.one_shot_rows
-        return max(rows, (peer_regions.packets(self.hidden) + MOST_PARTS) * self.combine_rows, 1) * PACKET_BYTES
+        """Of one sender's part of a one-shot inbox. Each part of a row begins on a line."""
+        plain, summed = (
+            peer_regions.packets(words) * PACKET_BYTES + MOST_PARTS * LINE_BYTES
+            for words in (self.hidden * self.dtype.itemsize // 4, self.hidden)
+        )
+        return peer_regions.lines(max(plain * self.one_shot_rows, summed * self.combine_rows))
 
     @property
     def slice_bytes(self) -> int:
         """Of one rank's slice of a two-shot exchange of `max_rows` fp32 rows."""
-        vectors = -(-self.max_rows * self.hidden * 4 // 16)
-        return -(-vectors // self.ranks) * 16
+        return peer_regions.lines(-(-self.max_rows * self.hidden * 4 // self.ranks))
 
     @property
     def inbox_bytes(self) -> int:

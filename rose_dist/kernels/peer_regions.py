@@ -8,6 +8,8 @@ MAX_BLOCKS = 256
 """Of a grid, that meet their counterparts on other GPUs one by one."""
 MAX_ROUNDS = 4
 """In which a block of a two-shot exchange takes its part."""
+LINE_BYTES = 128
+"""What crosses a link as one write at most, and where what is cut for it begins."""
 PACKET_BYTES = 16
 PACKET_WORDS = 3
 """Data words of a packet; the fourth is its epoch."""
@@ -38,6 +40,11 @@ STAGES = {
 def packets(words: int) -> int:
     """Packets that a row of so many words takes."""
     return -(-words // PACKET_WORDS)
+
+
+def lines(size: int) -> int:
+    """`size` bytes rounded up to whole lines, at least one."""
+    return max(1, -(-size // LINE_BYTES)) * LINE_BYTES
 
 
 def inbox_bytes(ranks: int, source_bytes: int) -> int:

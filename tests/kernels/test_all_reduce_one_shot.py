@@ -68,7 +68,7 @@ class Exchange:
 
 
 def peers_for(kernel: OneShot, **options: Any) -> Peers:
-    return Peers(kernel.ranks, ROWS * kernel.parts * kernel.part_packets, **options)
+    return Peers(kernel.ranks, ROWS * kernel.parts * kernel.part_stride, **options)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -100,7 +100,7 @@ def test_sums_take_the_place_of_what_is_added(hidden: int, ranks: int) -> None:
     exchange.check()
 
 
-@pytest.mark.parametrize(("hidden", "parts"), [(16, 1), (80, 1), (2880, 8), (7168, 8)])
+@pytest.mark.parametrize(("hidden", "parts"), [(16, 1), (80, 1), (2880, 8), (7168, 8), (7168, 1), (12304, 1)])
 def test_adds_to_what_is_there(hidden: int, parts: int) -> None:
     kernel = OneShot(HOPPER, 2, hidden, BF16, accumulate=True, parts=parts)
     exchange, before = Exchange(peers_for(kernel), kernel, rows=3), torch.randn(3, hidden).to(BF16)
@@ -160,7 +160,7 @@ def test_no_value_looks_like_a_flag(name: str) -> None:
 
 
 @pytest.mark.parametrize(("parts", "blocks"), [(1, ROWS), (1, 2), (4, 4 * ROWS)])
-@pytest.mark.parametrize(("hidden", "top_k", "ranks"), [(64, 4, 2), (64, 4, 3), (2880, 2, 2)])
+@pytest.mark.parametrize(("hidden", "top_k", "ranks"), [(64, 4, 2), (64, 4, 3), (2880, 2, 2), (3104, 1, 2)])
 def test_combine_and_all_reduce_in_one_launch(hidden: int, top_k: int, ranks: int, parts: int, blocks: int) -> None:
     experts = 6
     source = Combine(HOPPER, top_k, hidden, BF16, BF16, BF16, False, 16)

@@ -11,13 +11,13 @@ pytest.importorskip("cutlass")
 
 from rose_dist.kernels import binary, registry
 from rose_dist.kernels.all_reduce import Sizes
-from rose_dist.kernels.all_reduce_kernels import combine_kernels, combine_norm
+from rose_dist.kernels.all_reduce_kernels import combine_kernels, combine_norm, combined, one_shot
 from rose_dist.kernels.arch import ARCHS
 from rose_dist.kernels.cute.all_reduce_norm import CombineReduceNorm
 from rose_dist.kernels.cute.all_reduce_one_shot import OneShot
 from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
 from rose_dist.kernels.jit import Binary
-from rose_dist.kernels.peer_regions import PACKET_BYTES
+from rose_dist.kernels.peer_regions import LINE_BYTES, PACKET_BYTES
 from tests.kernels.binaries import Binaries
 
 
@@ -78,6 +78,20 @@ def test_ends_of_layers_fit_into_inboxes_and_are_loaded_beforehand(ranks: int, h
         kernel = combine_norm(arch, sizes, dtype, top_k, tokens)
         if kernel is not None:
             served += 1
-            assert tokens * kernel.blocks * kernel.shot.part_packets * PACKET_BYTES <= sizes.source_bytes
+            assert tokens * kernel.blocks * kernel.shot.part_stride * PACKET_BYTES <= sizes.source_bytes
             assert kernel in loaded
     assert served >= min(8, sizes.combine_rows)
+
+
+@pytest.mark.parametrize("hidden", [64, 2880, 7168])
+def test_parts_of_rows_begin_on_lines_and_fit_into_inboxes(hidden: int) -> None:
+    """Of 7168 columns they once began anywhere: a warp's 512 bytes of packets met five lines instead of four."""
+    arch, dtype = ARCHS["sm_90a"], torch.bfloat16
+    sizes = Sizes(2, hidden, dtype, 8192, 132)
+    kernels = [(rows, one_shot(arch, sizes, sizes.parts(rows, dtype))) for rows in range(1, sizes.one_shot_rows + 1)]
+    for tokens in range(1, sizes.combine_rows + 1):
+        kernels.append((tokens, combined(arch, sizes, dtype, 4, dtype, sizes.parts(tokens, torch.float32))))
+    for rows, kernel in kernels:
+        assert kernel.part_stride * PACKET_BYTES % LINE_BYTES == 0
+        assert kernel.part_packets <= kernel.part_stride
+        assert rows * kernel.parts * kernel.part_stride * PACKET_BYTES <= sizes.source_bytes

@@ -7,9 +7,10 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from rose_dist.kernels.all_reduce import Sizes
 from rose_dist.kernels.arch import ARCHS, HOPPER
-from rose_dist.kernels.cute.all_reduce_two_shot import TwoShot
-from rose_dist.kernels.peer_regions import ADD_STAGE, PACKET_BYTES, two_shot_bytes
+from rose_dist.kernels.cute.all_reduce_two_shot import VECTOR_BYTES, TwoShot
+from rose_dist.kernels.peer_regions import ADD_STAGE, LINE_BYTES, PACKET_BYTES, two_shot_bytes
 from rose_dist.kernels.sync import WaitExpiredError, WaitReport
 from tests.kernels.peers import Peers, sum_in_rank_order
 from tests.ptx.errors import PtxError
@@ -72,6 +73,20 @@ def test_rounds(ranks: int, rows: int, rounds: int) -> None:
     exchange.launch_all()
     exchange.peers.run()
     assert exchange.right()
+
+
+@pytest.mark.parametrize(("ranks", "rows", "hidden"), [(2, 11650, 2880), (2, 4681, 7168), (3, 1025, 2880), (8, 33, 64)])
+def test_pieces_begin_on_lines_and_fit_into_slices(ranks: int, rows: int, hidden: int) -> None:
+    """64 MB were once cut into parts of 15,887 vectors: each warp's 512 bytes met five lines and two half sectors."""
+    kernel, sizes = TwoShot.of(HOPPER, ranks, FP32), Sizes(ranks, hidden, BF16, rows, 132)
+    vectors = rows * hidden * FP32.itemsize // VECTOR_BYTES
+    share = kernel.cut(vectors, ranks)
+    part = kernel.cut(share, 132)
+    for whole, shares, each in ((vectors, ranks, share), (share, 132, part), (part, 3, kernel.cut(part, 3))):
+        assert each * VECTOR_BYTES % LINE_BYTES == 0
+        assert 0 <= each * shares - whole < shares * LINE_BYTES // VECTOR_BYTES
+    assert share * VECTOR_BYTES <= sizes.slice_bytes
+    assert sizes.slice_bytes % LINE_BYTES == sizes.inbox_bytes % LINE_BYTES == 0
 
 
 @pytest.mark.parametrize("seed", range(4))

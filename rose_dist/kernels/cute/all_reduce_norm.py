@@ -91,14 +91,14 @@ class CombineReduceNorm(jit.Kernel):
         own = [shot.word(part, rows, staged, at) for at in elements]
         sources = packets.other_ranks(shot.ranks, rank)
         received = cute.make_rmem_tensor(4 * len(sources), Uint32)
-        at = inbox + half + (Int64(part) * shot.part_packets + packet) * PACKET_BYTES
+        at = inbox + half + (Int64(part) * shot.part_stride + packet) * PACKET_BYTES
         packets.receive(
             [at + source * source_bytes for source in sources], [True for _ in sources], sources, epoch, received,
             Boolean(True), limit_ns, report, rank, ONE_SHOT_STAGE,
         )  # fmt: skip
         new, total = [], Float32(0.0)
         for i in range_constexpr(PACKET_WORDS):
-            value = Float32((before[i] + shot.add(own, received, i, rank)[0]).to(dtype))
+            value = Float32((before[i] + shot.add(own[i], received, i, rank)[0]).to(dtype))
             total = total + vector.select(valid[i], value * value, Float32(0.0))
             new.append(value)
         inverse = cute.math.rsqrt(self.sum_of_row(total, squares) * Float32(1.0 / shot.hidden) + eps)

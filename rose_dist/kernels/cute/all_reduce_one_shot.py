@@ -24,11 +24,15 @@ from rose_dist.kernels.dsl import (
     Uint32,
     const_expr,
     cute,
+    cutlass,
     range_constexpr,
 )  # fmt: skip
 from rose_dist.kernels.peer_regions import ONE_SHOT_STAGE, PACKET_BYTES, PACKET_WORDS
 from rose_dist.kernels.row_tiling import MAX_THREADS
 from rose_dist.kernels.variants import WARP
+
+AT_ONCE = 2
+"""Packets of other ranks that a thread waits for together, if it has several turns."""
 
 
 @dataclass(frozen=True)
@@ -73,15 +77,28 @@ class OneShot(jit.Kernel):
         return peer_regions.packets(self.words)
 
     @property
+    def part_stride(self) -> int:
+        """Packets from part to part in an inbox, whole lines."""
+        return peer_regions.lines(self.part_packets * PACKET_BYTES) // PACKET_BYTES
+
+    @property
     def threads(self) -> int:
-        """Of a block."""
+        """Of a block: as many turns for all, or as few as fetch the experts' rows at once."""
         most = MAX_THREADS if self.ranks <= 4 else MAX_THREADS // 2  # a packet of every rank is in registers
-        return min(most, -(-self.part_packets // WARP) * WARP)
+        needed = -(-self.part_packets // -(-self.part_packets // most))
+        if self.combine is not None:
+            needed = max(needed, self.combine.vectors // self.parts)
+        return min(most, -(-needed // WARP) * WARP)
 
     @property
     def turns(self) -> int:
         """Packets a thread takes of a part."""
         return -(-self.part_packets // self.threads)
+
+    @property
+    def together(self) -> int:
+        """Turns whose packets a thread waits for together."""
+        return max(1, min(self.turns, AT_ONCE // (self.ranks - 1)))
 
     @cute.jit
     def __call__(
@@ -164,7 +181,7 @@ class OneShot(jit.Kernel):
             packet = cute.arch.thread_idx()[0] + turn * self.threads
             if packet < self.part_packets:
                 words = [self.word(part, x, staged, self.place(packet, i)) for i in range(PACKET_WORDS)]
-                at = offset + (Int64(part) * self.part_packets + packet) * PACKET_BYTES
+                at = offset + (Int64(part) * self.part_stride + packet) * PACKET_BYTES
                 packets.send(others, at, words, epoch)
 
     def place(self, packet: Any, i: Any) -> Any:
@@ -182,44 +199,58 @@ class OneShot(jit.Kernel):
         self, part: Int32, x: Int64, staged: cute.Tensor, inbox: Int64, source_bytes: Int64, epoch: Uint32,
         alive: Boolean, limit_ns: Int64, report: Int64, rank: Int32, out: Int64,
     ) -> Boolean:  # fmt: skip
-        """Wait for the others' packets of a part, add them up and write the result. Its own words, and what the sum is
-        added to, are loaded meanwhile.
-        """
-        for turn in range_constexpr(self.turns):
-            number = cute.arch.thread_idx()[0] + turn * self.threads
-            packet = vector.min_of(number, Int32(self.part_packets - 1))
-            own = cute.make_rmem_tensor(PACKET_WORDS, Uint32)
-            before = cute.make_rmem_tensor(PACKET_WORDS * self.each, Float32)
-            if (
-                number < self.part_packets
-            ):  # the last packet's other threads must not read what its own may have written
-                for i in range_constexpr(PACKET_WORDS):
-                    own[i] = self.word(part, x, staged, self.place(packet, i))
-                    if const_expr(self.accumulate):
-                        loaded = self.load(self.address(out, part, self.place(packet, i)))
-                        for j in range_constexpr(self.each):
-                            before[i * self.each + j] = loaded[j]
-            sources = packets.other_ranks(self.ranks, rank)
-            received = cute.make_rmem_tensor(4 * len(sources), Uint32)
-            at = inbox + (Int64(part) * self.part_packets + packet) * PACKET_BYTES
-            alive = packets.receive(
-                [at + source * source_bytes for source in sources], [True for _ in sources], sources, epoch, received,
-                alive, limit_ns, report, rank, ONE_SHOT_STAGE,
+        """Wait for the others' packets of a part, add them up and write the result."""
+        for first in range_constexpr(0, self.turns, self.together):
+            alive = self.finish_turns(
+                first, part, x, staged, inbox, source_bytes, epoch, alive, limit_ns, report, rank, out
             )  # fmt: skip
+        return alive
+
+    @cute.jit
+    def finish_turns(
+        self, first: cutlass.Constexpr, part: Int32, x: Int64, staged: cute.Tensor, inbox: Int64, source_bytes: Int64,
+        epoch: Uint32, alive: Boolean, limit_ns: Int64, report: Int64, rank: Int32, out: Int64,
+    ) -> Boolean:  # fmt: skip
+        """Some turns from `first` on. Their own words, and what the sums are added to, are loaded meanwhile."""
+        turns = min(self.together, self.turns - first)
+        numbers = [cute.arch.thread_idx()[0] + (first + turn) * self.threads for turn in range(turns)]
+        chosen = [vector.min_of(number, Int32(self.part_packets - 1)) for number in numbers]
+        own = cute.make_rmem_tensor(turns * PACKET_WORDS, Uint32)
+        before = cute.make_rmem_tensor(turns * PACKET_WORDS * self.each, Float32)
+        for turn in range_constexpr(turns):
+            # The last packet's other threads must not read what its own may have written.
+            if numbers[turn] < self.part_packets:
+                for i in range_constexpr(PACKET_WORDS):
+                    at, word = turn * PACKET_WORDS + i, self.place(chosen[turn], i)
+                    own[at] = self.word(part, x, staged, word)
+                    if const_expr(self.accumulate):
+                        loaded = self.load(self.address(out, part, word))
+                        for j in range_constexpr(self.each):
+                            before[at * self.each + j] = loaded[j]
+        sources = packets.other_ranks(self.ranks, rank)
+        places = [inbox + (Int64(part) * self.part_stride + packet) * PACKET_BYTES for packet in chosen]
+        received = cute.make_rmem_tensor(4 * len(sources) * turns, Uint32)
+        alive = packets.receive(
+            [place + source * source_bytes for place in places for source in sources], [True] * (turns * len(sources)),
+            sources * turns, epoch, received, alive, limit_ns, report, rank, ONE_SHOT_STAGE,
+        )  # fmt: skip
+        for turn in range_constexpr(turns):
             for i in range_constexpr(PACKET_WORDS):
-                values = self.add(own, received, i, rank)
+                at, word = turn * PACKET_WORDS + i, chosen[turn] * PACKET_WORDS + i
+                values = self.add(own[at], received, 4 * len(sources) * turn + i, rank)
                 if const_expr(self.accumulate):
-                    values = [before[i * self.each + j] + value for j, value in enumerate(values)]
-                word = packet * PACKET_WORDS + i
+                    values = [before[at * self.each + j] + value for j, value in enumerate(values)]
                 vector.store_scalars_if(
-                    Boolean((number < self.part_packets) & (word < self.words)), self.address(out, part, word), values,
-                    TYPES[self.dtype], self.each * self.dtype.itemsize,
+                    Boolean((numbers[turn] < self.part_packets) & (word < self.words)), self.address(out, part, word),
+                    values, TYPES[self.dtype], self.each * self.dtype.itemsize,
                 )  # fmt: skip
         return alive
 
-    def add(self, own: Any, received: Any, word: Any, rank: Any) -> Any:
-        """The fp32 sums of one word's elements over the ranks, in rank order."""
-        words = packets.in_rank_order(own[word], received, word, rank, self.ranks)
+    def add(self, own: Any, received: Any, at: Any, rank: Any) -> Any:
+        """The fp32 sums of one word's elements over the ranks, in rank order; of the first other rank's it is number
+        `at` in `received`.
+        """
+        words = packets.in_rank_order(own, received, at, rank, self.ranks)
         parts = [packets.widen(one, self.wire) for one in words]
         total = parts[0]
         for part in parts[1:]:

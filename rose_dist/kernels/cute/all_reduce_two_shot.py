@@ -28,11 +28,12 @@ from rose_dist.kernels import jit, ptx, sync, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute import packets
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint32, cute, cutlass, range_constexpr
-from rose_dist.kernels.peer_regions import ADD_STAGE, MAX_BLOCKS, MAX_ROUNDS, TAKE_STAGE
+from rose_dist.kernels.peer_regions import ADD_STAGE, LINE_BYTES, MAX_BLOCKS, MAX_ROUNDS, TAKE_STAGE
 
 UNROLL, SUMS = 4, 2
 """Vectors that a thread copies, and sums that it makes, at a time: it loads all of them before it stores the first."""
 VECTOR_BYTES = 16
+LINE_VECTORS = LINE_BYTES // VECTOR_BYTES
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,9 @@ class TwoShot(jit.Kernel):
         ptx.exit_if(live == 0)  # no exchange, so no epoch
         epoch = packets.current_epoch(state)
         vectors = live * row_vectors
-        share = (vectors + (self.ranks - 1)) // self.ranks
-        part = (share + (blocks - 1)) // blocks
-        piece = (part + (rounds - 1)) // rounds
+        share = self.cut(vectors, self.ranks)
+        part = self.cut(share, blocks)
+        piece = self.cut(part, rounds)
         first, last = block * part, vector.min_of((block + 1) * part, share)
         outbox = self.ranks * slice_bytes
         flags = 2 * outbox + Int64(block) * 4
@@ -116,6 +117,10 @@ class TwoShot(jit.Kernel):
                 self.wait(own, flags, 1, takes, epoch, passed, limit_ns, report, rank)
                 self.take(out, own + outbox, slice_bytes, share, vectors, begin, end, rank)
         packets.finish_epoch(state, block == 0, blocks, Boolean(True))
+
+    def cut(self, vectors: Any, shares: Any) -> Any:
+        """Vectors of one share, in whole lines: what a warp stores at a time, 512 bytes, is then 4 of them, not 5."""
+        return (vectors + (shares * LINE_VECTORS - 1)) // (shares * LINE_VECTORS) * LINE_VECTORS
 
     def bounds(self, first: Any, last: Any, piece: Any, now: Any) -> Any:
         """This thread's first vector of a round's piece, and the piece's end."""
