@@ -61,12 +61,14 @@ def test_500_requests_at_once_are_answered_or_turned_away(server: Server) -> Non
     ("change", "status", "code"),
     [
         ({"prompt": "word " * 2600}, 400, "context_length_exceeded"),
+        ({"max_tokens": 1_000_000}, 400, "context_length_exceeded"),
         ({"max_tokens": 0}, 400, None),
         ({"max_tokens": -1}, 400, None),
         ({"temperature": -1}, 400, None),
         ({"top_p": 0}, 400, None),
         ({"model": "gpt-5"}, 404, "model_not_found"),
         ({"prompt": []}, 400, None),
+        ({"stop_token_ids": [1_000_000]}, 400, None),
     ],
 )
 def test_bad_requests_are_told_why_and_the_server_goes_on(

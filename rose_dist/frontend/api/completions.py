@@ -54,7 +54,7 @@ class Completions:
     def _encode(self, request: CompletionRequest, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             prompt = self._service.tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
-        self._service.check_prompt(prompt, "prompt")
+        self._service.check_prompt(prompt, "prompt", request)
         return prompt
 
     def _head(self, request: CompletionRequest, prompt: str | list[int]) -> str:

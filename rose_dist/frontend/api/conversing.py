@@ -37,7 +37,7 @@ async def converse(
     chat_format = service.chat_format
     size = max(body_size, sum(len(message.content) + len(message.reasoning) for message in conversation.messages))
     prompt, grammar = await service.beside_the_loop(size, _render, chat_format, conversation)
-    service.check_prompt(prompt, "messages")
+    service.check_prompt(prompt, "messages", request)
     count = service.choices_within_limit(request.choices)
     sampling = request.sampling(vocab_size=service.tokenizer.vocab_size, logprobs=logprobs)
     own_stop_ids = request.stop_token_ids or []

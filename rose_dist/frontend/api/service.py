@@ -88,10 +88,11 @@ class Service:
                 code="model_not_found",
             )
 
-    def check_prompt(self, prompt: list[int], param: str) -> None:
+    def check_prompt(self, prompt: list[int], param: str, request: GenerationFields) -> None:
         """
         Raises:
-            BadRequestError: a token id is outside the vocabulary, or there is no room for the prompt and one token.
+            BadRequestError: a token id is outside the vocabulary, or there is no room for the prompt and the longest
+                answer asked for, or one token.
         """
         if not prompt:
             raise BadRequestError(f"{param}: the prompt has no tokens", param=param)
@@ -105,13 +106,21 @@ class Service:
                 param=param,
                 code="context_length_exceeded",
             )
+        wanted = request.token_limit()
         context, capacity = self.client.max_prompt_room
-        for limit, what in ((context, "the model's context"), (capacity, "the KV cache")):
+        for limit, what in sorted(((context, "the model's context"), (capacity, "the KV cache"))):
             if len(prompt) >= limit:
                 raise BadRequestError(
                     f"The prompt has {len(prompt)} tokens, but {what} holds {limit} tokens of prompt and output; "
                     f"a prompt may have at most {limit - 1}",
                     param=param,
+                    code="context_length_exceeded",
+                )
+            if wanted is not None and len(prompt) + wanted > limit:
+                raise BadRequestError(
+                    f"The prompt has {len(prompt)} tokens and the answer may have {wanted}, but {what} holds {limit} "
+                    f"tokens of prompt and output; {request.limit_field} may be at most {limit - len(prompt)}",
+                    param=request.limit_field,
                     code="context_length_exceeded",
                 )
 
