@@ -32,13 +32,6 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """`hash_api_key` of each accepted key; empty lets everybody in. Guards /v1 only."""
     cors_origins: list[str] = []
     """Origins that browsers may call from; empty: no CORS headers."""
-    max_body_bytes: int = 8_000_000
-    max_prompt_tokens: int | None = None
-    """Longest prompt; None leaves it to the model's context and the KV cache."""
-    max_active_requests: int | None = None
-    """Most requests that one frontend process answers at once, others get 429; None leaves it to the engine's queue."""
-    max_choices: int = 128
-    """Most choices (prompts × n) of one request."""
     stored_responses: int = 1000
     """Responses that the server keeps for retrieval and `previous_response_id`."""
     drain_timeout_s: float = 30.0

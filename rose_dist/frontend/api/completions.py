@@ -34,11 +34,10 @@ class Completions:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
         await service.admit()
-        body = await read_body(scope, receive, service.config.max_body_bytes)
+        body = await read_body(scope, receive)
         request = decode_request(self._decoder, body)
         service.check_model(request)
         prompts = request.prompts()
-        service.choices_within_limit(len(prompts) * request.choices)
         encoded = await service.beside_the_loop(len(body), self._encode_all, request, prompts)
         heads = [self._head(request, prompt) for prompt in prompts for _ in range(request.choices)]
 

@@ -10,6 +10,8 @@ from msgspec import Meta
 from rose_dist.engine.protocol import Generate, SamplingParams
 from rose_dist.frontend.errors import BadRequestError
 
+MAX_CHOICES = 128
+"""Of one request: prompts × n."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_TOP_LOGPROBS = 20
@@ -43,7 +45,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
