@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from rose_dist.cli.progress import LoadProgress
+from rose_dist.comm.layout import Layout
 
 if TYPE_CHECKING:
     import torch
@@ -67,8 +68,8 @@ class EngineOptions:
         kept = self.moe_weights
         if kept == "auto":
             kept = "mxfp4" if gpu and read_model_config(self.model).mxfp4 else "bf16"
-        max_running = self.max_running or (128 if gpu else 64)
         max_step_tokens = self.max_step_tokens or (8192 if gpu else 512)
+        max_running = self.max_running or min(128 if gpu else 64, max_step_tokens)
         return EngineConfig(
             model=self.model,
             device=device,
@@ -205,8 +206,7 @@ def engine_options(function: Command) -> Command:
 @contextmanager
 def joined(options: EngineOptions, log_level: int = logging.INFO) -> Iterator[tuple[World, Groups, EngineConfig]]:
     """This rank's place in the job; everything that can be checked before weights are read is."""
-    from rose_dist.comm.layout import Layout  # noqa: PLC0415  imports MPI
-    from rose_dist.comm.world import World  # noqa: PLC0415
+    from rose_dist.comm.world import World  # noqa: PLC0415  imports torch
     from rose_dist.models.gpt_oss import check_layout  # noqa: PLC0415
     from rose_dist.models.loader import read_model_config  # noqa: PLC0415
 
@@ -229,8 +229,6 @@ def expert_ranks(options: EngineOptions, config: EngineConfig, ranks: int) -> in
     one of them may have all, but of halves both have as many. Nothing says that yet for prompts in FP8, nor for FP8
     experts, and copies of experts are for ranks that hold whole ones.
     """
-    from rose_dist.comm.layout import Layout  # noqa: PLC0415  imports MPI
-
     halves = config.moe_weights == "mxfp4" and config.moe_activations == "bf16" and not config.redundant_experts
     tp = Layout.of(ranks, options.tp, options.dp).tp
     if options.ep is None and tp == ranks == 2 and config.device.type == "cuda" and halves:

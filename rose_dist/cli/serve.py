@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+from contextlib import ExitStack
 from types import FrameType
 
 import click
@@ -32,7 +33,7 @@ def command(options: EngineOptions, *, serving: ServingOptions) -> None:
     from rose_dist.engine.loop import serve  # noqa: PLC0415
     from rose_dist.engine.mailbox import Mailbox  # noqa: PLC0415
 
-    with joined(options) as (world, groups, config):
+    with joined(options) as (world, groups, config), ExitStack() as stack:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         address = reachable_address(world.hosts)
         with world.stage("connect the ranks", options.join_timeout):
@@ -47,6 +48,7 @@ def command(options: EngineOptions, *, serving: ServingOptions) -> None:
             children = Frontends(serving.frontend(options.model), listeners, leaders)
             if serving.endpoint_file is not None:
                 endpoint = EndpointFile(serving.endpoint_file, children.url)
+                stack.callback(endpoint.remove)
             for process in children.pids:
                 world.warn_on_failure(process)
         _drain_on_signals(children, endpoint)
@@ -65,8 +67,6 @@ def command(options: EngineOptions, *, serving: ServingOptions) -> None:
             serve(engine, bell, mailbox, check)
         if children is not None:
             children.wait()
-        if endpoint is not None:
-            endpoint.remove()
         context.destroy(linger=0)
 
 

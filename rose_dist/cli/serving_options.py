@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from rose_dist.frontend.config import FrontendConfig, hash_api_key
+from rose_dist.frontend.config import CHAT_FORMATS, FrontendConfig, hash_api_key
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -57,7 +57,13 @@ _OPTIONS = (
         help="Written with the API's URL once it answers, and removed when it stops.",
     ),
     click.option("--served-model-name", "names", multiple=True, help="Name in requests; default the folder's."),
-    click.option("--chat-format", default="auto", show_default=True),
+    click.option(
+        "--chat-format",
+        type=click.Choice(CHAT_FORMATS),
+        default="auto",
+        show_default=True,
+        help="auto: harmony where the vocabulary is Harmony's, else the checkpoint's template.",
+    ),
     click.option("--chat-template", type=click.Path(exists=True, dir_okay=False), help="A jinja file."),
     click.option(
         "--api-key", "keys", multiple=True, envvar="ROSE_API_KEY", help="Accepted keys; none lets everybody in."

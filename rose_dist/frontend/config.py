@@ -8,6 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+CHAT_FORMATS = ("auto", "harmony", "jinja")
+"""`auto`: Harmony where the vocabulary is Harmony's, else the checkpoint's template."""
 ENGINE_FAILED = 70
 """Exit code of a frontend that ended because the engine has failed; sysexits.h calls it EX_SOFTWARE."""
 
@@ -25,7 +27,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     served_names: list[str] = []
     """Names that requests may use for the model; the first is the one in answers. Empty: the directory's name."""
     chat_format: str = "auto"
-    """`auto`, or a name of `formats.choose`."""
+    """One of `CHAT_FORMATS`."""
     chat_template: str | None = None
     """A jinja file that replaces the checkpoint's template."""
     api_key_hashes: list[str] = []

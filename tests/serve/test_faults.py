@@ -125,10 +125,13 @@ def test_a_killed_rank_ends_the_job(demo_model: Path, tmp_path: Path, rank: int)
 
 
 def test_a_killed_frontend_ends_the_job_and_says_so(demo_model: Path, tmp_path: Path) -> None:
-    with Server(demo_model, 1, folder=tmp_path) as server:
+    endpoint = tmp_path / "endpoint"
+    with Server(demo_model, 1, "--endpoint-file", str(endpoint), folder=tmp_path) as server:
+        assert endpoint.read_text() == f"{server.url}/v1\n"
         frontend = next(p for p in server.family() if b"rose_dist.frontend" in cmdline(p))
         os.kill(frontend, signal.SIGKILL)
         assert server.process.wait(LIMIT_SECONDS) != 0
+        assert not endpoint.exists()
         assert "the frontend process ended by itself with exit code -9" in server.log.read_text()
 
 
