@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import FrameType
 
@@ -51,8 +53,10 @@ def command(options: EngineOptions, *, serving: ServingOptions) -> None:
                 stack.callback(endpoint.remove)
             for process in children.pids:
                 world.warn_on_failure(process)
-        _drain_on_signals(children, endpoint)
+        loaded = threading.Event()
+        _drain_on_signals(children, endpoint, at_once=lambda: world.size == 1 and not loaded.is_set())
         engine = load_engine(world, groups, config)
+        loaded.set()
         if serving.announce is not None:
             world.group.barrier()
             if world.rank == 0:
@@ -70,10 +74,13 @@ def command(options: EngineOptions, *, serving: ServingOptions) -> None:
         context.destroy(linger=0)
 
 
-def _drain_on_signals(children: Frontends | None, endpoint: EndpointFile | None) -> None:
+def _drain_on_signals(children: Frontends | None, endpoint: EndpointFile | None, at_once: Callable[[], bool]) -> None:
     """SIGUSR1 (from `rose launch`), SIGTERM and SIGINT mean: finish and leave.
 
     The frontends then end the engine on every rank; the ranks only must not die before.
+
+    Args:
+        at_once: whether this rank may leave as it stands: it is alone, and has nothing to finish.
     """
 
     def drain(number: int, frame: FrameType | None) -> None:
@@ -82,6 +89,10 @@ def _drain_on_signals(children: Frontends | None, endpoint: EndpointFile | None)
             endpoint.remove()
         if children is not None:
             children.drain()
+        if at_once():
+            if children is not None:
+                children.wait()
+            raise SystemExit(0)
 
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, drain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import signal
 from functools import cached_property
 from pathlib import Path
 
@@ -12,6 +13,9 @@ CHAT_FORMATS = ("auto", "harmony", "jinja")
 """`auto`: Harmony where the vocabulary is Harmony's, else the checkpoint's template."""
 ENGINE_FAILED = 70
 """Exit code of a frontend that ended because the engine has failed; sysexits.h calls it EX_SOFTWARE."""
+
+FRONTEND_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""What a frontend is told by, see `server`; its parent starts it with them blocked, so that none comes too early."""
 
 
 def hash_api_key(key: str) -> str:
