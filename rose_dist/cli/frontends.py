@@ -44,7 +44,10 @@ def listen(host: str, port: int, count: int) -> list[socket.socket]:
             raise FrontendError(
                 f"port {port} on {host} is in use by another process; choose another with --port, or 0 for a free one"
             ) from None
-        raise FrontendError(f"can't listen on {host}:{port}: {error.strerror or error}") from None
+        raise FrontendError(
+            f"can't listen on {host}:{port}: {error.strerror or error}; --host takes an IPv4 address of this host or a "
+            "name that leads to one, 0.0.0.0 is all of them"
+        ) from None
 
 
 class Frontends:

@@ -13,7 +13,8 @@ import click
 
 from rose_dist.cli.announcement import announce
 from rose_dist.cli.endpoint_file import EndpointFile
-from rose_dist.cli.engine_options import EngineOptions, engine_options, joined, load_engine
+from rose_dist.cli.engine_options import EngineOptions, engine_options
+from rose_dist.cli.engine_start import joined, load_engine
 from rose_dist.cli.frontends import Frontends, listen
 from rose_dist.cli.serving_options import ServingOptions, serving_options
 

@@ -46,7 +46,7 @@ class ServingOptions:
 
 
 _OPTIONS = (
-    click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on."),
+    click.option("--host", default="127.0.0.1", show_default=True, help="IPv4 address, or a name, to listen on."),
     click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one."),
     click.option(
         "--frontends", type=click.IntRange(min=1), default=1, show_default=True, help="HTTP processes on the port."
@@ -77,7 +77,11 @@ _OPTIONS = (
         help="Seconds without progress after which a rank counts as stuck, and the job is ended.",
     ),
     click.option(
-        "--drain-timeout", default=30.0, show_default=True, help="Seconds that running requests get at the end."
+        "--drain-timeout",
+        type=click.FloatRange(min=0),
+        default=30.0,
+        show_default=True,
+        help="Seconds that running requests get at the end.",
     ),
     click.option("--announce", type=click.Choice(["here", "outside"]), hidden=True),
 )

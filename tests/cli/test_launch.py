@@ -160,6 +160,7 @@ def test_the_exit_code_of_a_failing_rank_comes_through() -> None:
     [
         (["nonsense"], 2, "No such command 'nonsense'; there are bench, chat, "),
         (["serve", "M", "--tpp", "2"], 2, "No such option '--tpp'"),
+        (["serve", "M", "--drain-timeout", "-5"], 2, "-5.0 is not in the range x>=0"),
         (["serve", "M", "--chat-format", "chatml"], 2, "'chatml' is not one of 'auto', 'harmony', 'jinja'"),
         (["serve", "M", "--tp", "2"], 1, "tp 2 does not divide 3 ranks. Possible on 3 ranks: tp1 dp3, tp3 dp1;"),
         (["serve", "M", "--tp", "3", "--dp", "3"], 1, "tp3 dp3 ep3 does not divide 3 ranks"),

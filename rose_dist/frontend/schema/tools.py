@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import msgspec
 
 from rose_dist.frontend.errors import BadRequestError
-from rose_dist.frontend.formats.base import Tool
-
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+from rose_dist.frontend.formats.base import TOOL_NAME, Tool
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +24,7 @@ def checked_tool(kind: str, function: FunctionTool, place: str) -> Tool:
     """
     if kind != "function":
         raise BadRequestError(f"{place}.type: `{kind}` is not supported; allowed: `function`", param=f"{place}.type")
-    if not _NAME.fullmatch(function.name):
+    if not TOOL_NAME.fullmatch(function.name):
         raise BadRequestError(
             f"{place}.name: `{function.name}` is not allowed: 1 to 64 letters, digits, `_` or `-`",
             param=f"{place}.name",
