@@ -82,6 +82,8 @@ CASES = [
     Case("chat", {"max_completion_tokens": 4096}, 400, "max_completion_tokens", "the answer may have 4096"),
     Case("chat", {"stop_token_ids": [1, 999999]}, 400, "stop_token_ids", "999999.*ids are 0 to"),
     Case("text", {"prompt": [1] * 96, "max_tokens": 4001}, 400, "max_tokens", "at most 4000"),
+    Case("chat", {"tools": [{"type": "web_search"}]}, 400, "tools[0].type", "`web_search` is not supported"),
+    Case("chat", {"tools": [{"type": "function"}]}, 400, "tools[0]", "needs a field function"),
     Case("chat", {"functions": [{"name": "f"}]}, 400, "functions", "as tools"),
     Case("chat", {"modalities": ["text", "audio"]}, 400, "modalities", "allowed"),
     Case("chat", {"audio": {"voice": "x"}}, 400, "audio", "text"),

@@ -44,7 +44,7 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestTool(msgspec.Struct, frozen=True):
-    function: FunctionTool
+    function: FunctionTool | None = None
     type: str = "function"
 
 
@@ -108,7 +108,8 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
             }
         )
         tools = [
-            checked_tool(tool.type, tool.function, f"tools[{i}].function") for i, tool in enumerate(self.tools or [])
+            checked_tool(tool.type, tool.function, f"tools[{i}]", ".function")
+            for i, tool in enumerate(self.tools or [])
         ]
         required = self._required_tools([tool.name for tool in tools])
         return Conversation(
