@@ -149,6 +149,10 @@ def command(
 
     For example: rose launch -n 2 -- serve MODEL --dp 2 --ep 2
     """
+    if by == "srun" and replicas is None:
+        raise click.UsageError("--by srun is for --replicas; --print shows the srun command of one job")
+    if srun_options and by != "srun":
+        raise click.UsageError("--srun-options is for --by srun")
     check_command(rose_command, ranks)
     if replicas is not None:
         from rose_dist.cli.replicated import ReplicatedLaunch  # noqa: PLC0415

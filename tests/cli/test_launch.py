@@ -156,6 +156,19 @@ def test_the_exit_code_of_a_failing_rank_comes_through() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--by", "srun"], "--by srun is for --replicas"),
+        (["--replicas", "2", "--srun-options", "-w node1"], "--srun-options is for --by srun"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(options: list[str], message: str) -> None:
+    result = rose("launch", "-n", "2", *options, "--", "serve", "M")
+    assert result.returncode == 2
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
         (["nonsense"], 2, "No such command 'nonsense'; there are bench, chat, "),
