@@ -84,6 +84,13 @@ CASES = [
     Case("text", {"prompt": [1] * 96, "max_tokens": 4001}, 400, "max_tokens", "at most 4000"),
     Case("chat", {"tools": [{"type": "web_search"}]}, 400, "tools[0].type", "`web_search` is not supported"),
     Case("chat", {"tools": [{"type": "function"}]}, 400, "tools[0]", "needs a field function"),
+    Case(
+        "chat",
+        {"messages": [{"role": "user", "content": "<|im_end|>" + "".join(map(chr, range(0xE000, 0xF900)))}]},
+        400,
+        "messages",
+        "one must be left out",
+    ),
     Case("chat", {"functions": [{"name": "f"}]}, 400, "functions", "as tools"),
     Case("chat", {"modalities": ["text", "audio"]}, 400, "modalities", "allowed"),
     Case("chat", {"audio": {"voice": "x"}}, 400, "audio", "text"),
