@@ -196,7 +196,7 @@ def main() -> None:
 
     server = Server(max(arguments.batches, default=1))
     print(f"{len(gc.get_objects())} objects; a full collection takes {collection_ms():.0f} ms", end=", ")
-    gc.freeze()  # as `cli.engine_options.load_engine` does
+    gc.freeze()  # as `cli.engine_start.load_engine` does
     print(f"{collection_ms():.1f} ms once they are frozen\n")
     prompts = [prompt_row(server, tokens) for tokens in arguments.prompts]
     decodes = [decode_row(server, batch) for batch in arguments.batches]

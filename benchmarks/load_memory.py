@@ -34,7 +34,7 @@ def load(folder: Path, kind: MoeWeights, device: str) -> None:
     """On a rank: load, and print what it took as a line of JSON."""
     import torch  # noqa: PLC0415
 
-    from rose_dist.cli.engine_options import choose_device  # noqa: PLC0415
+    from rose_dist.cli.engine_start import choose_device  # noqa: PLC0415
     from rose_dist.comm.layout import Layout  # noqa: PLC0415
     from rose_dist.comm.world import World  # noqa: PLC0415
     from rose_dist.models.build_options import BuildOptions  # noqa: PLC0415

@@ -94,9 +94,10 @@ def print_metrics(url: str) -> None:
     """The layout and the rows exchanged between ranks, from the Prometheus page."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
         page = response.read().decode()
-    layout = re.search(r'^rose:engine_info\{.*?layout="([^"]*)"', page, re.MULTILINE)
+    layout = re.search(r'^rose:engine_info\{.*?layout="(tp(\d+) dp(\d+) [^"]*)"', page, re.MULTILINE)
     rows = [float(value) for value in re.findall(r"^rose:moe_rows_sent_total\{[^}]*\} (\S+)$", page, re.MULTILINE)]
-    print(f"ranks: {os.environ.get('RANKS', '?')}, layout: {layout.group(1) if layout else 'unknown'}")
+    if layout is not None:
+        print(f"ranks: {int(layout[2]) * int(layout[3])}, layout: {layout[1]}")
     print(f"rows sent between ranks: {sum(rows):.0f}")
 
 

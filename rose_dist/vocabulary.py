@@ -131,7 +131,7 @@ def _tiktoken_ranks(data: bytes) -> dict[int, bytes]:
 def _byte_level_entries(tokenizer: dict[str, object]) -> dict[int, bytes]:
     if "ByteLevel" not in json.dumps(tokenizer["decoder"]):
         raise ValueError("its decoder is not ByteLevel")
-    to_byte = _byte_of_character()
+    to_byte = byte_of_character()
     vocabulary: dict[str, int] = tokenizer["model"]["vocab"]  # type: ignore[index]
     by_id = {token_id: bytes(map(to_byte.__getitem__, text)) for text, token_id in vocabulary.items()}
     for added in tokenizer["added_tokens"]:  # type: ignore[attr-defined]
@@ -139,7 +139,7 @@ def _byte_level_entries(tokenizer: dict[str, object]) -> dict[int, bytes]:
     return by_id
 
 
-def _byte_of_character() -> dict[str, int]:
+def byte_of_character() -> dict[str, int]:
     """GPT-2's byte alphabet: a printable Latin-1 byte is its own character, the other 68 follow from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -18,29 +18,28 @@ _FOLDER = click.Path(path_type=Path)
 _SUFFIXES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-class Size(click.ParamType[int]):
+def _parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     """Bytes, with an optional KB, MB, GB or TB: `500MB`."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        number, factor = value, 1
-        for suffix, size in _SUFFIXES.items():
-            if value.upper().endswith(suffix):
-                number, factor = value[: -len(suffix)], size
-        try:
-            size = int(float(number) * factor)
-        except (ValueError, OverflowError):
-            size = 0
-        if size <= 0:
-            self.fail(f"{value!r} is not a size; write bytes above 0, or a number with KB, MB, GB or TB")
-        return size
+    number, factor = value, 1
+    for suffix, size in _SUFFIXES.items():
+        if value.upper().endswith(suffix):
+            number, factor = value[: -len(suffix)], size
+    try:
+        size = int(float(number) * factor)
+    except (ValueError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise click.BadParameter(f"{value!r} is not a size; write bytes above 0, or a number with KB, MB, GB or TB")
+    return size
 
 
 _shard_size = click.option(
-    "--shard-size", type=Size(), default="2GB", show_default=True, help="Largest size of one safetensors file."
+    "--shard-size",
+    metavar="SIZE",
+    callback=_parse_size,
+    default="2GB",
+    show_default=True,
+    help="Largest size of one safetensors file.",
 )
 
 

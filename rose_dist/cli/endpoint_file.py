@@ -8,6 +8,8 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
+from rose_dist.errors import RoseError
+
 _ASK_SECONDS = 0.2
 
 
@@ -15,7 +17,9 @@ class EndpointFile:
     """Holds the API's URL, one line, from when it first is ready to answer until `remove`."""
 
     def __init__(self, path: Path, url: str) -> None:
-        """`url` without /v1; /health is asked below it."""
+        """`url` without /v1; /health is asked below it. Raises `RoseError` if there is no folder for the file."""
+        if not path.parent.is_dir():
+            raise RoseError(f"--endpoint-file {path}: there is no folder {path.parent}; make it, or name another")
         self._path = path
         self._url = url
         self._removed = threading.Event()

@@ -11,13 +11,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
 from rose_dist.comm.addresses import outward_address
 from rose_dist.errors import RoseError
-from rose_dist.frontend.config import ENGINE_FAILED, FrontendConfig, LaunchSpec, ReplicaNews
+from rose_dist.frontend.config import ENGINE_FAILED, FRONTEND_SIGNALS, FrontendConfig, LaunchSpec, ReplicaNews
 from rose_dist.frontend.sockets import listening_sockets
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,10 @@ def listen(host: str, port: int, count: int) -> list[socket.socket]:
             raise FrontendError(
                 f"port {port} on {host} is in use by another process; choose another with --port, or 0 for a free one"
             ) from None
-        raise FrontendError(f"can't listen on {host}:{port}: {error.strerror or error}") from None
+        raise FrontendError(
+            f"can't listen on {host}:{port}: {error.strerror or error}; --host takes an IPv4 address of this host or a "
+            "name that leads to one, 0.0.0.0 is all of them"
+        ) from None
 
 
 class Frontends:
@@ -72,7 +75,7 @@ class Frontends:
     def _start(self, spec: LaunchSpec, listener: socket.socket) -> subprocess.Popen[bytes]:
         spec = msgspec.structs.replace(spec, listen_fd=listener.fileno())
         arguments = [sys.executable, "-m", "rose_dist.frontend", msgspec.json.encode(spec).decode()]
-        with listener:
+        with listener, _blocked(FRONTEND_SIGNALS):
             # A session of its own: mpirun hands signals to a rank's whole process group, and the rank starts the drain.
             return subprocess.Popen(
                 arguments,
@@ -139,3 +142,13 @@ class Frontends:
         """After their end: what they shared."""
         if self._shared is not None:
             self._shared.cleanup()
+
+
+@contextlib.contextmanager
+def _blocked(signals: Collection[signal.Signals]) -> Iterator[None]:
+    """A process that is started in the block begins with these signals waiting, until it can handle them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

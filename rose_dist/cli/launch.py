@@ -15,7 +15,10 @@ from pathlib import Path
 
 import click
 
+from rose_dist.cli import serve
+from rose_dist.cli.main import COMMANDS, rose
 from rose_dist.cli.supervise import supervise
+from rose_dist.comm.layout import Layout
 from rose_dist.comm.mpi_environment import mpi_environment
 from rose_dist.errors import RoseError
 
@@ -146,6 +149,11 @@ def command(
 
     For example: rose launch -n 2 -- serve MODEL --dp 2 --ep 2
     """
+    if by == "srun" and replicas is None:
+        raise click.UsageError("--by srun is for --replicas; --print shows the srun command of one job")
+    if srun_options and by != "srun":
+        raise click.UsageError("--srun-options is for --by srun")
+    check_command(rose_command, ranks)
     if replicas is not None:
         from rose_dist.cli.replicated import ReplicatedLaunch  # noqa: PLC0415
 
@@ -163,6 +171,22 @@ def command(
         click.echo(described(environment, launch.srun()))
         return 0
     return supervise(launch.mpirun(environment), environment, drain_timeout)
+
+
+def check_command(command: Sequence[str], ranks: int) -> None:
+    """What can be checked before `ranks` ranks start, each of which would tell of the same mistake.
+
+    Raises:
+        click.UsageError: there is no such command, or `serve` has options that it does not take.
+        LayoutError: `serve`'s tp, dp and ep don't divide the ranks.
+    """
+    name, *arguments = command
+    if name not in COMMANDS:
+        context = click.Context(rose, info_name="rose")
+        raise click.UsageError(f"No such command '{name}'; there are {', '.join(COMMANDS)}", context)
+    if name == "serve":
+        given = serve.command.make_context("rose serve", arguments).params
+        Layout.of(ranks, given["tp"], given["dp"], given["ep"])
 
 
 def described(environment: Mapping[str, str], command: Sequence[str]) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 import click
 import zmq
 
-from rose_dist.cli.engine_options import Command, EngineOptions, joined, load_engine
+from rose_dist.cli.engine_options import Command, EngineOptions
+from rose_dist.cli.engine_start import joined, load_engine
 from rose_dist.comm.addresses import reachable_address
 from rose_dist.engine.doorbell import Doorbell
 from rose_dist.engine.loop import serve

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
 
 import click
 
 from rose_dist.cli.announcement import announce
 from rose_dist.cli.endpoint_file import EndpointFile
-from rose_dist.cli.engine_options import EngineOptions, engine_options, joined, load_engine
+from rose_dist.cli.engine_options import EngineOptions, engine_options
+from rose_dist.cli.engine_start import joined, load_engine
 from rose_dist.cli.frontends import Frontends, listen
 from rose_dist.cli.serving_options import ServingOptions, serving_options
 
@@ -32,7 +36,7 @@ def command(options: EngineOptions, *, serving: ServingOptions) -> None:
     from rose_dist.engine.loop import serve  # noqa: PLC0415
     from rose_dist.engine.mailbox import Mailbox  # noqa: PLC0415
 
-    with joined(options) as (world, groups, config):
+    with joined(options) as (world, groups, config), ExitStack() as stack:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         address = reachable_address(world.hosts)
         with world.stage("connect the ranks", options.join_timeout):
@@ -47,10 +51,13 @@ def command(options: EngineOptions, *, serving: ServingOptions) -> None:
             children = Frontends(serving.frontend(options.model), listeners, leaders)
             if serving.endpoint_file is not None:
                 endpoint = EndpointFile(serving.endpoint_file, children.url)
+                stack.callback(endpoint.remove)
             for process in children.pids:
                 world.warn_on_failure(process)
-        _drain_on_signals(children, endpoint)
+        loaded = threading.Event()
+        _drain_on_signals(children, endpoint, at_once=lambda: world.size == 1 and not loaded.is_set())
         engine = load_engine(world, groups, config)
+        loaded.set()
         if serving.announce is not None:
             world.group.barrier()
             if world.rank == 0:
@@ -65,15 +72,16 @@ def command(options: EngineOptions, *, serving: ServingOptions) -> None:
             serve(engine, bell, mailbox, check)
         if children is not None:
             children.wait()
-        if endpoint is not None:
-            endpoint.remove()
         context.destroy(linger=0)
 
 
-def _drain_on_signals(children: Frontends | None, endpoint: EndpointFile | None) -> None:
+def _drain_on_signals(children: Frontends | None, endpoint: EndpointFile | None, at_once: Callable[[], bool]) -> None:
     """SIGUSR1 (from `rose launch`), SIGTERM and SIGINT mean: finish and leave.
 
     The frontends then end the engine on every rank; the ranks only must not die before.
+
+    Args:
+        at_once: whether this rank may leave as it stands: it is alone, and has nothing to finish.
     """
 
     def drain(number: int, frame: FrameType | None) -> None:
@@ -82,6 +90,10 @@ def _drain_on_signals(children: Frontends | None, endpoint: EndpointFile | None)
             endpoint.remove()
         if children is not None:
             children.drain()
+        if at_once():
+            if children is not None:
+                children.wait()
+            raise SystemExit(0)
 
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, drain)

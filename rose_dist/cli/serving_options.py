@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from rose_dist.frontend.config import FrontendConfig, hash_api_key
+from rose_dist.frontend.config import CHAT_FORMATS, FrontendConfig, hash_api_key
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -46,7 +46,7 @@ class ServingOptions:
 
 
 _OPTIONS = (
-    click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on."),
+    click.option("--host", default="127.0.0.1", show_default=True, help="IPv4 address, or a name, to listen on."),
     click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one."),
     click.option(
         "--frontends", type=click.IntRange(min=1), default=1, show_default=True, help="HTTP processes on the port."
@@ -57,7 +57,13 @@ _OPTIONS = (
         help="Written with the API's URL once it answers, and removed when it stops.",
     ),
     click.option("--served-model-name", "names", multiple=True, help="Name in requests; default the folder's."),
-    click.option("--chat-format", default="auto", show_default=True),
+    click.option(
+        "--chat-format",
+        type=click.Choice(CHAT_FORMATS),
+        default="auto",
+        show_default=True,
+        help="auto: harmony where the vocabulary is Harmony's, else the checkpoint's template.",
+    ),
     click.option("--chat-template", type=click.Path(exists=True, dir_okay=False), help="A jinja file."),
     click.option(
         "--api-key", "keys", multiple=True, envvar="ROSE_API_KEY", help="Accepted keys; none lets everybody in."
@@ -71,7 +77,11 @@ _OPTIONS = (
         help="Seconds without progress after which a rank counts as stuck, and the job is ended.",
     ),
     click.option(
-        "--drain-timeout", default=30.0, show_default=True, help="Seconds that running requests get at the end."
+        "--drain-timeout",
+        type=click.FloatRange(min=0),
+        default=30.0,
+        show_default=True,
+        help="Seconds that running requests get at the end.",
     ),
     click.option("--announce", type=click.Choice(["here", "outside"]), hidden=True),
 )

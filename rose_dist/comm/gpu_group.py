@@ -38,7 +38,10 @@ class GpuGroup:
             self.reduce.add(linear_add(x, weight, bias, None), residual)
 
     def gather_columns(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
-        return self.reduce.gather_columns(part, sum(widths))
+        if self.reduce.sizes.dtype is torch.bfloat16:
+            return self.reduce.gather_columns(part, sum(widths))
+        gathered = self.reduce.gather_columns(as_bf16(part), sum(widths))
+        return None if gathered is None else from_bf16(gathered)
 
     def broadcast(self, tensor: Tensor) -> None:
         octets, hidden = tensor.view(torch.uint8), self.reduce.sizes.hidden
@@ -51,3 +54,16 @@ class GpuGroup:
             travelling.zero_()
         self.reduce(rows, rows)
         octets.copy_(travelling)
+
+
+def as_bf16(x: Tensor) -> Tensor:
+    """fp32 [rows, columns] as fp32 [3 rows, columns] of numbers that bf16 holds: three of 8 bits add up to all 24."""
+    first = x.bfloat16().float()
+    second = (x - first).bfloat16().float()
+    return torch.cat([first, second, x - first - second])
+
+
+def from_bf16(parts: Tensor) -> Tensor:
+    """What `as_bf16` was given, to the bit but for values near the ends of fp32's range."""
+    first, second, third = parts.chunk(3)
+    return first + second + third

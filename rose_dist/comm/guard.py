@@ -22,7 +22,7 @@ class Guard:
         self._progress = mmap.mmap(progress, 8)
         self._signs = 0
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_SCRIPT), str(os.getpid()), str(progress)],
+            [sys.executable, "-I", "-S", str(_SCRIPT), *map(str, (os.getpid(), os.getppid(), progress))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[progress],

@@ -84,10 +84,13 @@ class Link:
 class Guard:
     """The loop. An order of the rank is carried out by the method `on_` + its name."""
 
-    def __init__(self, rank_process: int, progress: int) -> None:
-        """`progress`: a file of 8 bytes that the rank changes whenever it gets on."""
+    def __init__(self, rank_process: int, launcher: int, progress: int) -> None:
+        """
+        launcher: the rank's parent, as the rank says: it may be gone by now.
+        progress: a file of 8 bytes that the rank changes whenever it gets on.
+        """
         self.process = rank_process
-        self.launcher = state_of(rank_process)[1]
+        self.launcher = launcher
         self.progress = mmap.mmap(progress, 8, prot=mmap.PROT_READ)
         self.frontends: list[int] = []
         self.rank = 0
@@ -340,4 +343,4 @@ def send_signal(process: int, number: int) -> None:
 if __name__ == "__main__":
     for caught in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(caught, signal.SIG_IGN)  # Slurm sends them to every process; the guard ends with its rank
-    Guard(int(sys.argv[1]), int(sys.argv[2])).run()
+    Guard(*map(int, sys.argv[1:])).run()

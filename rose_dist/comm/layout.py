@@ -49,7 +49,7 @@ class Layout:
         if min(self.world, self.tp, self.dp, self.ep) < 1:
             raise LayoutError(f"world, tp, dp and ep are at least 1, got {self} over {self.world} ranks")
         if self.tp * self.dp != self.world or self.world % self.ep:
-            raise LayoutError(f"{self} does not divide {self.world} ranks. {describe_choices(self.world)}")
+            raise LayoutError(f"{self} does not divide {_ranks(self.world)}. {describe_choices(self.world)}")
 
     @classmethod
     def of(cls, world: int, tp: int | None = None, dp: int | None = None, ep: int | None = None) -> Layout:
@@ -59,7 +59,7 @@ class Layout:
         """
         for name, size in (("tp", tp), ("dp", dp), ("ep", ep)):
             if size is not None and (size < 1 or world % size):
-                raise LayoutError(f"{name} {size} does not divide {world} ranks. {describe_choices(world)}")
+                raise LayoutError(f"{name} {size} does not divide {_ranks(world)}. {describe_choices(world)}")
         if tp is None:
             tp = 1 if dp is None else world // dp
         return cls(world, tp, world // tp if dp is None else dp, world if ep is None else ep)
@@ -163,6 +163,12 @@ def choices(world: int) -> Iterator[Layout]:
 
 def describe_choices(world: int) -> str:
     """For error messages: the sizes that divide `world` ranks."""
+    if world == 1:
+        return "More ranks are started by `rose launch -n RANKS -- …`, mpirun or srun."
     pairs = ", ".join(f"tp{tp} dp{world // tp}" for tp in divisors(world))
     sizes = ", ".join(str(ep) for ep in divisors(world))
     return f"Possible on {world} ranks: {pairs}; each with ep one of {sizes}."
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'' if count == 1 else 's'}"

@@ -22,7 +22,7 @@ class TensorGroup(Protocol):
 
     def gather_columns(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
         """fp32 [rows, widths[rank]] of every rank side by side, [rows, Σ widths], on the first rank; None elsewhere.
-        The widths are those of `even_split`. GPUs round to bf16.
+        The widths are those of `even_split`. GPUs whose group is for bf16 round to it.
         """
 
     def broadcast(self, tensor: Tensor) -> None:

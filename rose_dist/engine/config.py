@@ -24,7 +24,7 @@ GPU is busy for several times as long as the host needs to launch kernel by kern
 
 
 class EngineConfigError(RoseError):
-    """A setting out of range."""
+    """A setting out of range; named as the command line names it."""
 
 
 @dataclass(frozen=True)
@@ -77,25 +77,27 @@ class EngineConfig:
         for name in ("block_size", "kv_tokens", "max_step_tokens", "max_running"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise EngineConfigError(f"{name} is at least 1, got {value}")
+                raise EngineConfigError(f"--{name.replace('_', '-')} is at least 1, got {value}")
         if self.max_waiting < 0:
-            raise EngineConfigError(f"max_waiting is at least 0, got {self.max_waiting}")
+            raise EngineConfigError(f"--max-waiting is at least 0, got {self.max_waiting}")
         if self.max_running > self.max_step_tokens:
             raise EngineConfigError(
-                f"max_running {self.max_running} requests need max_step_tokens of at least as many, "
+                f"--max-running {self.max_running}: so many requests need --max-step-tokens of at least as many, "
                 f"got {self.max_step_tokens}"
             )
         if self.kv_tokens is None and self.device.type == "cpu":
-            raise EngineConfigError("kv_tokens must be given on a CPU: only a GPU's memory is the engine's alone")
+            raise EngineConfigError("--kv-tokens must be given on a CPU: only a GPU's memory is the engine's alone")
         if self.kv_tokens is not None and self.kv_tokens < self.block_size:
-            raise EngineConfigError(f"kv_tokens {self.kv_tokens} is less than one block of {self.block_size}")
+            raise EngineConfigError(
+                f"--kv-tokens {self.kv_tokens} is less than one block, --block-size {self.block_size}"
+            )
         if self.moe_activations == "fp8" and self.moe_weights != "mxfp4":
             raise EngineConfigError(
                 f"--moe-activations fp8 takes experts held as MXFP4, not as {self.moe_weights}; choose --moe-weights "
                 "mxfp4, or --moe-activations bf16"
             )
         if not 0 < self.memory_share <= 1:
-            raise EngineConfigError(f"memory_share is above 0 and at most 1, got {self.memory_share}")
+            raise EngineConfigError(f"--gpu-memory-utilization is above 0 and at most 1, got {self.memory_share}")
 
     @property
     def torch_dtype(self) -> torch.dtype:

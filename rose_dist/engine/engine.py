@@ -125,6 +125,11 @@ class Engine:
         if request is not None:
             self.compiles.forget(request)
 
+    def cancel_all(self, client: bytes) -> None:
+        """Forget all requests of a client."""
+        for request in self.scheduler.cancel_all(client):
+            self.compiles.forget(request)
+
     def take_compiled(self, *, wait: bool = False) -> list[Delivery]:
         """Let requests be admitted whose grammars have been compiled; what is delivered are refusals.
 

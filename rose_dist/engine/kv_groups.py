@@ -49,7 +49,8 @@ def fit_kv(config: EngineConfig, groups: Sequence[KVGroup], model: GptOssConfig,
     if blocks < 1:
         raise EngineConfigError(
             f"{config.device}, or a peer's GPU, has too little memory left beside the weights for a KV cache within "
-            f"{config.memory_share:.0%} of it ({free / 1e9:.1f} GB here); lower max_step_tokens or raise the share"
+            f"{config.memory_share:.0%} of it ({free / 1e9:.1f} GB here); lower --max-step-tokens, or "
+            "raise --gpu-memory-utilization"
         )
     return replace(config, kv_tokens=blocks * config.block_size)
 

@@ -64,7 +64,7 @@ class Mailbox:
                 engine.rebalance_wanted = True
             case Hello():
                 self._clients.add(client)
-                engine.scheduler.cancel_all(client)
+                engine.cancel_all(client)
                 self.socket.send_multipart([client, self._encoder.encode(engine.ready())])
             case Shutdown():
                 self._clients.discard(client)

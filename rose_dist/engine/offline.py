@@ -36,9 +36,7 @@ class OfflineSession:
                 _, deliveries = self.engine.step()
                 yield from (output for _, output in deliveries)
         finally:
-            scheduler = self.engine.scheduler
-            for left in [*scheduler.running, *scheduler.waiting]:
-                scheduler.cancel(self.CLIENT, left.id)
+            self.engine.cancel_all(self.CLIENT)
             while self.engine.step()[0] is Outcome.WORKED:  # until all go idle
                 pass
 

@@ -102,12 +102,12 @@ class Scheduler:
                     return request
         return None
 
-    def cancel_all(self, client: bytes) -> None:
-        """Forget all requests of a client."""
-        for queue in (self.running, self.waiting):
-            for request in [request for request in queue if request.client == client]:
-                self.kv.free(request)
-                queue.remove(request)
+    def cancel_all(self, client: bytes) -> list[Request]:
+        """Forget all requests of a client, which are returned."""
+        requests = [request for request in (*self.running, *self.waiting) if request.client == client]
+        for request in requests:
+            self._end(request)
+        return requests
 
     @property
     def has_work(self) -> bool:

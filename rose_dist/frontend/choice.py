@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rose_dist.engine.protocol import Output, TokenLogprobs
-from rose_dist.frontend.errors import RETRY_AFTER_S, EngineError, OverloadedError
+from rose_dist.frontend.errors import EngineError, OverloadedError
 from rose_dist.frontend.formats.base import ChatParser, Delta, TextDelta, ToolCallDelta
 from rose_dist.frontend.stop import StopMatcher
 
@@ -108,7 +108,7 @@ class Choice:
 
     def _finish(self, output: Output) -> list[Delta]:
         if output.finish == "overloaded":
-            raise OverloadedError(RETRY_AFTER_S)
+            raise OverloadedError
         if output.finish in ("error", "cancelled"):
             raise EngineError(output.error or "The engine cancelled the request")
         deltas = list(self._shown(self._parser.finish()))

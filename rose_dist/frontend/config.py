@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import signal
 from functools import cached_property
 from pathlib import Path
 
 import msgspec
 
+CHAT_FORMATS = ("auto", "harmony", "jinja")
+"""`auto`: Harmony where the vocabulary is Harmony's, else the checkpoint's template."""
 ENGINE_FAILED = 70
 """Exit code of a frontend that ended because the engine has failed; sysexits.h calls it EX_SOFTWARE."""
+
+FRONTEND_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""What a frontend is told by, see `server`; its parent starts it with them blocked, so that none comes too early."""
 
 
 def hash_api_key(key: str) -> str:
@@ -25,20 +31,13 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     served_names: list[str] = []
     """Names that requests may use for the model; the first is the one in answers. Empty: the directory's name."""
     chat_format: str = "auto"
-    """`auto`, or a name of `formats.choose`."""
+    """One of `CHAT_FORMATS`."""
     chat_template: str | None = None
     """A jinja file that replaces the checkpoint's template."""
     api_key_hashes: list[str] = []
     """`hash_api_key` of each accepted key; empty lets everybody in. Guards /v1 only."""
     cors_origins: list[str] = []
     """Origins that browsers may call from; empty: no CORS headers."""
-    max_body_bytes: int = 8_000_000
-    max_prompt_tokens: int | None = None
-    """Longest prompt; None leaves it to the model's context and the KV cache."""
-    max_active_requests: int | None = None
-    """Most requests that one frontend process answers at once, others get 429; None leaves it to the engine's queue."""
-    max_choices: int = 128
-    """Most choices (prompts × n) of one request."""
     stored_responses: int = 1000
     """Responses that the server keeps for retrieval and `previous_response_id`."""
     drain_timeout_s: float = 30.0

@@ -65,16 +65,16 @@ RETRY_AFTER_S = 1
 
 
 class OverloadedError(ApiError):
-    """The waiting queue is full, or too many requests are being answered; nothing was generated."""
+    """The waiting queue is full; nothing was generated."""
 
     status = 429
     type = "rate_limit_error"
 
-    def __init__(self, retry_after_s: int) -> None:
+    def __init__(self) -> None:
         super().__init__(
-            f"The server's request queue is full; try again in {retry_after_s} s",
+            f"The server's request queue is full; try again in {RETRY_AFTER_S} s",
             code="overloaded",
-            headers={"retry-after": str(retry_after_s)},
+            headers={"retry-after": str(RETRY_AFTER_S)},
         )
 
 

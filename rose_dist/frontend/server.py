@@ -21,7 +21,7 @@ import uvloop
 
 from rose_dist.frontend.api.app import build_app
 from rose_dist.frontend.api.service import Service
-from rose_dist.frontend.config import ENGINE_FAILED, LaunchSpec, ReplicaNews
+from rose_dist.frontend.config import ENGINE_FAILED, FRONTEND_SIGNALS, LaunchSpec, ReplicaNews
 from rose_dist.frontend.connection import Connection
 from rose_dist.frontend.engine_client import EngineClient
 from rose_dist.frontend.errors import EngineError, UnavailableError
@@ -95,6 +95,7 @@ async def _serve(service: Service, listen_socket: socket.socket, *, news: bool) 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _on_signal, service, stop)
     loop.add_signal_handler(signal.SIGUSR1, _on_engine_failure, service, stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FRONTEND_SIGNALS)
     service.client.open()
     if news:
         loop.add_reader(0, _NewsReader(service.client).read)

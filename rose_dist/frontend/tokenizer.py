@@ -18,6 +18,7 @@ from typing import Any
 import tokenizers
 
 from rose_dist.errors import RoseError
+from rose_dist.vocabulary import byte_of_character
 
 _LONG_TEXT = 16_384
 """Characters."""
@@ -214,14 +215,7 @@ def _token_bytes(tokenizer: tokenizers.Tokenizer, path: Path) -> list[bytes]:
     return table
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins: printable Latin-1 bytes are themselves, the others count up from U+0100."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(hidden)}
-
-
-_BYTE_OF = _byte_alphabet()
+_BYTE_OF = byte_of_character()
 
 
 def _byte_level(token: str) -> bytes:

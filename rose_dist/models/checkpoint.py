@@ -57,7 +57,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     """config.json's content."""
     path = folder / "config.json"
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; give the folder that holds config.json and *.safetensors")
+        raise CheckpointError(
+            f"{folder} is not a folder; give the one that holds config.json and *.safetensors (nothing is downloaded)"
+        )
     try:
         config = json.loads(path.read_text())
     except FileNotFoundError:

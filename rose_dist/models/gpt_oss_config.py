@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rose_dist.layers.rotary import RotaryConfig
-from rose_dist.models.gpt_oss_spellings import ConfigError, layout_of, stored_config
+from rose_dist.models.gpt_oss_spellings import FIXED, ConfigError, layout_of, stored_config
 
 _COUNTS = (
     "vocab_size",
@@ -20,6 +20,7 @@ _COUNTS = (
     "num_experts_per_tok",
     "sliding_window",
 )
+_LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class GptOssConfig:
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> GptOssConfig:
-        """Raises `ConfigError` naming the field that is missing or not supported."""
+        """Raises `ConfigError` naming the field that is missing or has a value that is not supported."""
         try:
             return cls._from_hugging_face(
                 stored_config(config, "hf", "mxfp4") if layout_of(config) == "openai" else config
@@ -72,8 +73,15 @@ class GptOssConfig:
             **(config.get("rope_scaling") or {}),
             "rope_theta": config.get("rope_theta", 150000.0),
         }
+        for name, only in FIXED.items():
+            if config.get(name, only) != only:
+                raise ConfigError(f"config.json's {name} is {config[name]!r}; GPT-OSS's is {only!r}")
         layers = config["num_hidden_layers"]
         kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * layers
+        if len(kinds) < layers or not set(kinds) <= set(_LAYER_TYPES):
+            raise ConfigError(
+                f"config.json's layer_types must have {layers} entries, each of {' and '.join(_LAYER_TYPES)}"
+            )
         quantization = (config.get("quantization_config") or {}).get("quant_method")
         if quantization not in (None, "mxfp4"):
             raise ConfigError(f"quant_method {quantization!r} is not supported; GPT-OSS experts are mxfp4 or bf16")

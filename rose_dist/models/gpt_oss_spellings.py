@@ -32,7 +32,9 @@ _PLAIN = {
 }
 """Hugging Face's key to OpenAI's."""
 
-_IMPLIED = {"rms_norm_eps": 1e-5, "swiglu_alpha": 1.702, "hidden_act": "silu", "attention_bias": True}
+FIXED = {"swiglu_alpha": 1.702, "hidden_act": "silu", "attention_bias": True}
+"""What every GPT-OSS has, by Hugging Face's keys."""
+_IMPLIED = {"rms_norm_eps": 1e-5, **FIXED}
 """What OpenAI's code fixes and Hugging Face's config states."""
 
 MXFP4_QUANTIZATION = {

@@ -31,6 +31,8 @@ def read_model_config(folder: Path) -> GptOssConfig:
 def load_model(folder: Path, options: BuildOptions, progress: Progress | None = None) -> GptOssForCausalLM:
     """Build the model and read this rank's part of its weights, straight to its device."""
     config = read_model_config(folder)
+    if not folder.exists():
+        raise CheckpointError(f"there is no folder {folder}; give a checkpoint's, or --load-format random")
     tensors = hugging_face_names(list_tensors(folder), config)
     model = _build(config, options)
     load(named_weights(model), tensors, progress)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,31 @@ def test_the_floor_counts_touched_experts_once(folder: Path) -> None:
     for batch, share in ((1, 0.5), (2, 0.75)):
         expected = experts * share + rest + batch * row + batch * cache * (100 + 16)
         assert floor_bytes(model, batch, 100, share) == pytest.approx(expected)
+
+
+def test_serve_tells_of_a_stream_that_ends_with_an_error() -> None:
+    class Failing(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'data: {"error": {"message": "The engine has failed"}}\n\ndata: [DONE]\n\n')
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Failing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        found = CliRunner().invoke(command, ["serve", url, "--model", "m", "--clients", "2"])
+        server.shutdown()
+    assert found.exit_code == 1
+    assert f"{url}: 2 of 2 clients failed, the first with: a stream ended with " in found.output
+    assert "The engine has failed" in found.output
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "https://host", "http://host:8000/v1", "http://"])
+def test_serve_wants_a_servers_url(url: str) -> None:
+    found = CliRunner().invoke(command, ["serve", url, "--model", "m"])
+    assert found.exit_code == 2
+    assert "is not of the form http://HOST:PORT" in found.output
 
 
 @pytest.mark.parametrize("kind", ["auto", "fp8"])

@@ -155,6 +155,41 @@ def test_the_exit_code_of_a_failing_rank_comes_through() -> None:
     assert "error: Invalid value for '--seed'" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--by", "srun"], "--by srun is for --replicas"),
+        (["--replicas", "2", "--srun-options", "-w node1"], "--srun-options is for --by srun"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(options: list[str], message: str) -> None:
+    result = rose("launch", "-n", "2", *options, "--", "serve", "M")
+    assert result.returncode == 2
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["nonsense"], 2, "No such command 'nonsense'; there are bench, chat, "),
+        (["serve", "M", "--tpp", "2"], 2, "No such option '--tpp'"),
+        (["serve", "M", "--drain-timeout", "-5"], 2, "-5.0 is not in the range x>=0"),
+        (["serve", "M", "--chat-format", "chatml"], 2, "'chatml' is not one of 'auto', 'harmony', 'jinja'"),
+        (["serve", "M", "--tp", "2"], 1, "tp 2 does not divide 3 ranks. Possible on 3 ranks: tp1 dp3, tp3 dp1;"),
+        (["serve", "M", "--tp", "3", "--dp", "3"], 1, "tp3 dp3 ep3 does not divide 3 ranks"),
+    ],
+)
+@pytest.mark.parametrize("replicas", [[], ["--replicas", "2"]], ids=["one job", "replicas"])
+def test_mistakes_are_told_once_before_any_rank_starts(
+    arguments: list[str], code: int, message: str, replicas: list[str]
+) -> None:
+    result = rose("launch", "-n", "3", *replicas, "--", *arguments)
+    assert result.returncode == code
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+
+
 def test_print_shows_both_commands_and_runs_nothing() -> None:
     result = rose("launch", "-n", "4", "--print", "--", "serve", "a model", "--dp", "4")
     assert result.returncode == 0, result.stderr

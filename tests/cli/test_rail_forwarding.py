@@ -11,7 +11,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from rose_dist.cli.engine_options import EngineOptions, engine_options, joined, load_engine
+from rose_dist.cli.engine_options import EngineOptions, engine_options
+from rose_dist.cli.engine_start import joined, load_engine
 from rose_dist.models.convert.random_weights import PRESETS
 from tests.ranks import mpirun
 

@@ -14,7 +14,7 @@ pytest.importorskip("cutlass")
 from rose_dist.comm.all_to_all.local_gpu import GpuOptions
 from rose_dist.comm.all_to_all.tensor_parallel import TensorParallel
 from rose_dist.comm.expert_placement import Placement
-from rose_dist.comm.gpu_group import GpuGroup
+from rose_dist.comm.gpu_group import GpuGroup, as_bf16, from_bf16
 from rose_dist.comm.group import Group
 from rose_dist.comm.layout import Layout, even_split
 from rose_dist.comm.topology import Topology
@@ -159,12 +159,15 @@ def test_a_decode_step_of_two_ranks_is_that_of_one(ep: int, tmp_path: Path, monk
     assert all(sum(load) == 2 * CONFIG["experts_per_token"] for load in loads[0])
 
 
-@pytest.mark.parametrize(("ranks", "rows", "columns"), [(2, 1, 50), (2, 3, 101), (3, 5, 64), (3, 1, 7)])
+@pytest.mark.parametrize(
+    ("ranks", "rows", "columns", "dtype"),
+    [(2, 1, 50, BF16), (2, 3, 101, BF16), (3, 5, 64, BF16), (3, 1, 7, BF16), (2, 2, 33, torch.float32)],
+)
 def test_columns_are_gathered_on_the_first_rank(
-    ranks: int, rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+    ranks: int, rows: int, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In several exchanges where inboxes are small, and twice."""
-    sizes = Sizes(ranks, 8, BF16, 1, SMS)
+    sizes = Sizes(ranks, 8, dtype, 1, SMS)
     emulated(monkeypatch, "sm_90a")
     cluster = Cluster(ranks, sizes.region_bytes, monkeypatch)
     place, found = resident(Resident(cluster), monkeypatch), []
@@ -174,8 +177,19 @@ def test_columns_are_gathered_on_the_first_rank(
         with cluster.on(rank):
             group = GpuGroup(OneOf(rank, ranks), AllReduce(sizes, DEVICE, rank, tuple(cluster.peers.addresses[:ranks])))
             parts = [whole.split(widths, 1)[rank].contiguous() for whole in wholes]
-            found.append([group.gather_columns(place(part), widths) for part in parts])
+            if dtype is torch.float32:  # what is done with the result is done before the launches run
+                found.append([group.reduce.gather_columns(place(as_bf16(part)), columns) for part in parts])
+            else:
+                found.append([group.gather_columns(place(part), widths) for part in parts])
     cluster.peers.run(seed=columns, gang_warps=1)
     assert found[1:] == [[None, None]] * (ranks - 1)
     for got, whole in zip(found[0], wholes, strict=True):
-        assert torch.equal(got.as_subclass(torch.Tensor), whole.to(BF16).float())
+        result = got.as_subclass(torch.Tensor)
+        assert torch.equal(from_bf16(result) if dtype is torch.float32 else result, whole.to(dtype).float())
+
+
+def test_fp32_travels_as_three_bf16() -> None:
+    x = torch.randn(7, 50, dtype=torch.float64).mul(torch.logspace(-30, 30, 50, dtype=torch.float64)).float()
+    parts = as_bf16(x)
+    assert torch.equal(parts, parts.bfloat16().float())
+    assert torch.equal(from_bf16(parts), x)

@@ -45,7 +45,7 @@ def test_no_memory_no_blocks() -> None:
 
 
 def test_a_cpu_must_be_told() -> None:
-    with pytest.raises(EngineConfigError, match="kv_tokens must be given on a CPU"):
+    with pytest.raises(EngineConfigError, match="--kv-tokens must be given on a CPU"):
         EngineConfig(Path(), kv_tokens=None)
 
 

@@ -89,6 +89,22 @@ def test_cancelling_while_a_step_is_under_way_frees_and_delivers_nothing_more(ti
     assert runner.tokens([greedy("c", random_prompt(9, 3), 4)])["c"] == reference_greedy(tiny, random_prompt(9, 3), 4)
 
 
+def test_a_client_that_connects_anew_voids_the_step_under_way(tiny: Path) -> None:
+    """Of its requests one would have ended with that step, one is in the middle of its prompt, one waits."""
+    runner = Runner(tiny, overlap=True, max_step_tokens=16, max_running=2)
+    engine = runner.engine
+    for request in (greedy("ends", [1, 2], 2), greedy("long", random_prompt(90, 1), 9), greedy("waits", [3], 9)):
+        assert not engine.submit(b"lost", request)
+    engine.step()
+    engine.step()
+    engine.cancel_all(b"lost")
+    while engine.has_work:
+        _, deliveries = engine.step()
+        assert not deliveries
+    assert engine.scheduler.kv.used_blocks == 0
+    assert runner.tokens([greedy("c", random_prompt(9, 3), 4)])["c"] == reference_greedy(tiny, random_prompt(9, 3), 4)
+
+
 def test_a_cached_prefix_gives_the_same_tokens(tiny: Path) -> None:
     runner = Runner(tiny, max_step_tokens=64, max_running=4, max_context=512, ladder=(1, 4), overlap=True)
     shared = random_prompt(330, 11)

@@ -78,6 +78,22 @@ CASES = [
         "chat", {"tools": [{"type": "function", "function": {"name": "a b"}}]}, 400, "tools[0].function.name", "1 to 64"
     ),
     Case("chat", {"messages": [{"role": "user", "content": "word " * 5000}]}, 400, "messages", "tokens.*4096"),
+    Case("chat", {"max_tokens": 2**31 - 1}, 400, "max_tokens", "4096 tokens.*max_tokens may be at most"),
+    Case("chat", {"max_completion_tokens": 4096}, 400, "max_completion_tokens", "the answer may have 4096"),
+    Case("chat", {"stop_token_ids": [1, 999999]}, 400, "stop_token_ids", "999999.*ids are 0 to"),
+    Case("text", {"prompt": [1] * 96, "max_tokens": 4001}, 400, "max_tokens", "at most 4000"),
+    Case("chat", {"tools": [{"type": "web_search"}]}, 400, "tools[0].type", "`web_search` is not supported"),
+    Case("chat", {"tools": [{"type": "function"}]}, 400, "tools[0]", "needs a field function"),
+    Case(
+        "chat",
+        {"messages": [{"role": "user", "content": "<|im_end|>" + "".join(map(chr, range(0xE000, 0xF900)))}]},
+        400,
+        "messages",
+        "one must be left out",
+    ),
+    Case("chat", {"functions": [{"name": "f"}]}, 400, "functions", "as tools"),
+    Case("chat", {"modalities": ["text", "audio"]}, 400, "modalities", "allowed"),
+    Case("chat", {"audio": {"voice": "x"}}, 400, "audio", "text"),
     Case("text", {"prompt": []}, 400, "prompt", "length >= 1"),
     Case("text", {"prompt": ""}, 400, "prompt", "at least one"),
     Case("text", {"prompt": ["a", [1]]}, 400, "prompt", "mixture"),
@@ -140,10 +156,19 @@ def test_unknown_model_has_its_code(frontend: Frontend) -> None:
         assert (status, error["code"]) == (404, "model_not_found")
 
 
-@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nope", 404), ("GET", "/v1/chat/completions", 405)])
-def test_unknown_routes_answer_in_openais_shape(frontend: Frontend, method: str, path: str, status: int) -> None:
+@pytest.mark.parametrize(
+    ("method", "path", "status", "message"),
+    [
+        ("GET", "/nope", 404, "Not Found: GET /nope. GET /openapi.json lists what there is"),
+        ("GET", "/v1/chat/completions", 405, "Method Not Allowed: GET /v1/chat/completions. Allowed here: POST"),
+    ],
+)
+def test_unknown_routes_answer_in_openais_shape(
+    frontend: Frontend, method: str, path: str, status: int, message: str
+) -> None:
     got, body, _ = frontend.request(method, path)
-    assert (got, set(json.loads(body)["error"])) == (status, {"message", "type", "param", "code"})
+    error = json.loads(body)["error"]
+    assert (got, set(error), error["message"]) == (status, {"message", "type", "param", "code"}, message)
 
 
 @pytest.mark.parametrize("chunked", [False, True])

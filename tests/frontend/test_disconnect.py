@@ -38,7 +38,7 @@ def send_request(
     connection.connect(("127.0.0.1", frontend.port))
     fields = {"messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi"}
     body = json.dumps(
-        {"model": "tiny-chat", "max_tokens": 100_000, "ignore_eos": True, "stream": stream, **fields, **more}
+        {"model": "tiny-chat", "max_tokens": 4000, "ignore_eos": True, "stream": stream, **fields, **more}
     )
     connection.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
     return connection

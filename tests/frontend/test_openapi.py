@@ -22,6 +22,8 @@ CASES = int(os.environ.get("ROSE_API_CASES", "250"))
 """At least so many requests; more find more."""
 CREATING = 3
 """Endpoints that take a body, on which most cases go."""
+MOST_TOKENS = 150
+"""That an answer may be asked to have, of a context of 200."""
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +39,16 @@ api = schemathesis.openapi.from_dict(DESCRIPTION)
 
 @api.hook
 def map_body(context: schemathesis.HookContext, body: Any) -> Any:
-    """Nearly all chats without content are turned away at once: let the rest of the request be looked at too."""
+    """Nearly all chats without content, or of endless answers, are turned away at once: let the rest of the request be
+    looked at too.
+    """
     messages = body.get("messages") if isinstance(body, dict) else None
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict) and message.get("content") is None:
             message["content"] = "Hi"
+    for field in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+        if isinstance(body, dict) and isinstance(limit := body.get(field), int) and limit > MOST_TOKENS:
+            body[field] = limit % MOST_TOKENS + 1
     return body
 
 

@@ -6,8 +6,6 @@ import asyncio
 import json
 from collections import Counter
 
-import msgspec
-
 from rose_dist.frontend.config import FrontendConfig
 from rose_dist.frontend.tokenizer import Tokenizer
 from tests.frontend.conftest import REPLY
@@ -44,15 +42,3 @@ def test_500_requests_on_a_queue_of_100(config: FrontendConfig, tokenizer: Token
                 assert b"[DONE]" in answer or b'"finish_reason":"stop"' in answer
         assert frontend.metric("num_requests_running") == frontend.metric("num_requests_waiting") == 0
         assert asyncio.run(post(frontend.port, False))[0] == 200
-
-
-def test_own_limits(config: FrontendConfig, tokenizer: Tokenizer) -> None:
-    limited = msgspec.structs.replace(config, max_active_requests=10, max_prompt_tokens=50)
-    with running(limited, [StubConfig(script=tokenizer.encode(REPLY), step_s=0.02)]) as frontend:
-        counts = Counter(status for status, _ in asyncio.run(post_all(frontend.port, 50)))
-        assert counts == {200: 10, 429: 40}
-        long = {"model": "tiny-chat", "prompt": [5] * 51}
-        status, body, _ = frontend.post("/v1/completions", long)
-        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
-        assert "51 tokens" in body["error"]["message"]
-        assert frontend.post("/v1/completions", {**long, "prompt": [5] * 50})[0] == 200

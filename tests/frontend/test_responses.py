@@ -199,7 +199,7 @@ def test_background_and_cancel(client: openai.OpenAI, server: Frontend) -> None:
     assert response.status == "in_progress"
     wait_for(lambda: client.responses.retrieve(response.id).status == "completed")
     assert client.responses.retrieve(response.id).output_text == "I look it up.\n"
-    endless = create(client, background=True, extra_body={"ignore_eos": True}, max_output_tokens=1_000_000)
+    endless = create(client, background=True, extra_body={"ignore_eos": True}, max_output_tokens=3500)
     wait_for(lambda: server.metric("num_requests_running") == 1)
     with pytest.raises(openai.BadRequestError, match="still running"):
         create(client, previous_response_id=endless.id)
@@ -235,6 +235,9 @@ def test_engine_error(config: FrontendConfig, tokenizer: Tokenizer) -> None:
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
         ({"background": True, "stream": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+        ({"max_output_tokens": 4096}, "max_output_tokens"),
     ],
 )
 def test_bad_field(server: Frontend, fields: dict[str, Any], param: str) -> None:

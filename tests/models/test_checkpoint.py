@@ -114,7 +114,10 @@ BLOCKS = "model.layers.0.mlp.experts.down_proj_blocks"
         (edit_config(head_dim="64"), "head_dim is '64'"),
         (edit_config(rope_parameters=7), "another type"),
         (edit_config(quantization_config={"quant_method": "awq"}), "'awq' is not supported"),
-        (edit_config(num_hidden_layers=5), r"missing: model.layers.4.* more"),
+        (edit_config(num_hidden_layers=5, layer_types=None), r"missing: model.layers.4.* more"),
+        (edit_config(num_hidden_layers=5), "layer_types must have 5 entries"),
+        (edit_config(layer_types=["linear_attention"] * 4), "each of sliding_attention and full_attention"),
+        (edit_config(hidden_act="gelu"), "hidden_act is 'gelu'; GPT-OSS's is 'silu'"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_loaded_says_why(

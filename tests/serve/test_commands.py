@@ -57,10 +57,10 @@ def test_bench_prints_a_line_of_json_a_batch(demo_model: Path) -> None:
     ("arguments", "message"),
     [
         (["generate", "nowhere", "Hi"], "nowhere is not a folder"),
-        (["serve", "MODEL", "--tp", "2"], "tp 2 does not divide 1 ranks. Possible on 1 ranks: tp1 dp1"),
+        (["serve", "MODEL", "--tp", "2"], "tp 2 does not divide 1 rank. More ranks are started by `rose launch"),
         (
             ["serve", "MODEL", "--max-running", "600"],
-            "max_running 600 requests need max_step_tokens of at least as many",
+            "--max-running 600: so many requests need --max-step-tokens of at least as many",
         ),
         (["generate", "MODEL", "Hi", "--top-p", "0"], "--top-p"),
         (["bench", "offline", "MODEL", "--dtype", "float8"], "--dtype"),

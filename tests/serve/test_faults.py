@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -61,12 +63,14 @@ def test_500_requests_at_once_are_answered_or_turned_away(server: Server) -> Non
     ("change", "status", "code"),
     [
         ({"prompt": "word " * 2600}, 400, "context_length_exceeded"),
+        ({"max_tokens": 1_000_000}, 400, "context_length_exceeded"),
         ({"max_tokens": 0}, 400, None),
         ({"max_tokens": -1}, 400, None),
         ({"temperature": -1}, 400, None),
         ({"top_p": 0}, 400, None),
         ({"model": "gpt-5"}, 404, "model_not_found"),
         ({"prompt": []}, 400, None),
+        ({"stop_token_ids": [1_000_000]}, 400, None),
     ],
 )
 def test_bad_requests_are_told_why_and_the_server_goes_on(
@@ -123,11 +127,32 @@ def test_a_killed_rank_ends_the_job(demo_model: Path, tmp_path: Path, rank: int)
 
 
 def test_a_killed_frontend_ends_the_job_and_says_so(demo_model: Path, tmp_path: Path) -> None:
-    with Server(demo_model, 1, folder=tmp_path) as server:
+    endpoint = tmp_path / "endpoint"
+    with Server(demo_model, 1, "--endpoint-file", str(endpoint), folder=tmp_path) as server:
+        begun = time.monotonic()
+        while not endpoint.exists():
+            assert time.monotonic() - begun < LIMIT_SECONDS
+            time.sleep(0.05)
+        assert endpoint.read_text() == f"{server.url}/v1\n"
         frontend = next(p for p in server.family() if b"rose_dist.frontend" in cmdline(p))
         os.kill(frontend, signal.SIGKILL)
         assert server.process.wait(LIMIT_SECONDS) != 0
+        assert not endpoint.exists()
         assert "the frontend process ended by itself with exit code -9" in server.log.read_text()
+
+
+@pytest.mark.parametrize("launch", [[], ["launch", "-n", "2", "--"]], ids=["one rank", "two ranks"])
+def test_a_stop_while_the_model_is_loaded(demo_model: Path, launch: list[str]) -> None:
+    """The frontend, which has hardly begun, drains too. A rank alone does not load first."""
+    command = [sys.executable, "-m", "rose_dist", *launch, "serve", str(demo_model), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        next(line for line in process.stderr if "weights take" in line)
+        process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+        assert process.wait(LIMIT_SECONDS) == 0, rest
+    assert "ended by itself" not in rest
+    assert ("load the model: done" in rest) == bool(launch), rest
 
 
 def test_a_port_in_use_is_named(demo_model: Path, tmp_path: Path) -> None:

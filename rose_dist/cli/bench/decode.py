@@ -16,7 +16,8 @@ import click
 
 from rose_dist.cli.bench.price import gpu_hour_usd, usd_per_mtok
 from rose_dist.cli.bench.results import plot, table, write
-from rose_dist.cli.engine_options import EngineOptions, engine_options, joined, load_engine
+from rose_dist.cli.engine_options import EngineOptions, engine_options
+from rose_dist.cli.engine_start import joined, load_engine
 
 if TYPE_CHECKING:
     from rose_dist.engine.engine import Engine

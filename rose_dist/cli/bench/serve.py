@@ -39,6 +39,10 @@ def command(
     seed: int, results: Path | None,
 ) -> None:  # fmt: skip
     """Stream completions of random prompts from the server at URL, e.g. http://127.0.0.1:8000."""
+    place = urlsplit(url)
+    if place.scheme != "http" or not place.hostname or place.path.strip("/"):
+        raise click.BadParameter(f"{url!r} is not of the form http://HOST:PORT", param_hint="URL")
+    address = place.hostname, place.port or 80
     answers: list[Answer] = []
     failures: list[Exception] = []
 
@@ -47,7 +51,7 @@ def command(
         try:
             for _ in range(requests):
                 prompt = [draw.randrange(vocabulary) for _ in range(prompt_tokens)]
-                answers.append(_ask(url, model, prompt, output_tokens))
+                answers.append(_ask(address, model, prompt, output_tokens))
         except Exception as error:
             failures.append(error)
 
@@ -59,7 +63,7 @@ def command(
         thread.join()
     seconds = time.perf_counter() - begun
     if failures:
-        raise click.ClickException(f"{len(failures)} of {clients} clients failed, the first with: {failures[0]}")
+        raise click.ClickException(f"{url}: {len(failures)} of {clients} clients failed, the first with: {failures[0]}")
     row = {
         "clients": clients,
         "requests": len(answers),
@@ -75,9 +79,8 @@ def command(
         write(results, "serve", {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}, [row])
 
 
-def _ask(url: str, model: str, prompt: list[int], count: int) -> Answer:
-    place = urlsplit(url)
-    connection = http.client.HTTPConnection(place.hostname or "127.0.0.1", place.port or 80, timeout=600)
+def _ask(address: tuple[str, int], model: str, prompt: list[int], count: int) -> Answer:
+    connection = http.client.HTTPConnection(*address, timeout=600)
     body = {
         "model": model, "prompt": prompt, "max_tokens": count, "ignore_eos": True, "temperature": 0, "stream": True,
         "stream_options": {"include_usage": True},
@@ -86,12 +89,14 @@ def _ask(url: str, model: str, prompt: list[int], count: int) -> Answer:
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     response = connection.getresponse()
     if response.status != 200:
-        raise click.ClickException(f"{url} answered {response.status}: {response.read(500).decode(errors='replace')}")
+        raise click.ClickException(f"status {response.status}, {response.read(500).decode(errors='replace')}")
     first, tokens = 0.0, 0
     for line in response:
         if not line.startswith(b"data: {"):
             continue
         event = json.loads(line[6:])
+        if "error" in event:
+            raise click.ClickException(f"a stream ended with {event['error']}")
         if event.get("choices") and not first:
             first = time.perf_counter() - begun
         if usage := event.get("usage"):

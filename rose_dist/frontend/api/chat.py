@@ -23,7 +23,7 @@ class ChatCompletions:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
         await service.admit()
-        body = await read_body(scope, receive, service.config.max_body_bytes)
+        body = await read_body(scope, receive)
         request = decode_request(self._decoder, body)
         service.check_model(request)
 

@@ -34,11 +34,10 @@ class Completions:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
         await service.admit()
-        body = await read_body(scope, receive, service.config.max_body_bytes)
+        body = await read_body(scope, receive)
         request = decode_request(self._decoder, body)
         service.check_model(request)
         prompts = request.prompts()
-        service.choices_within_limit(len(prompts) * request.choices)
         encoded = await service.beside_the_loop(len(body), self._encode_all, request, prompts)
         heads = [self._head(request, prompt) for prompt in prompts for _ in range(request.choices)]
 
@@ -54,7 +53,7 @@ class Completions:
     def _encode(self, request: CompletionRequest, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             prompt = self._service.tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
-        self._service.check_prompt(prompt, "prompt")
+        self._service.check_prompt(prompt, "prompt", request)
         return prompt
 
     def _head(self, request: CompletionRequest, prompt: str | list[int]) -> str:

@@ -37,8 +37,7 @@ async def converse(
     chat_format = service.chat_format
     size = max(body_size, sum(len(message.content) + len(message.reasoning) for message in conversation.messages))
     prompt, grammar = await service.beside_the_loop(size, _render, chat_format, conversation)
-    service.check_prompt(prompt, "messages")
-    count = service.choices_within_limit(request.choices)
+    service.check_prompt(prompt, "messages", request)
     sampling = request.sampling(vocab_size=service.tokenizer.vocab_size, logprobs=logprobs)
     own_stop_ids = request.stop_token_ids or []
     stop_ids = own_stop_ids if request.ignore_eos else [*chat_format.stop_ids, *own_stop_ids]
@@ -46,7 +45,7 @@ async def converse(
     hidden = frozenset(own_stop_ids) - chat_format.stop_ids
     base = random_hex(8)
     generates, choices = [], []
-    for i in range(count):
+    for i in range(request.choices):
         generates.append(
             request.generate(f"{base}-{i}", prompt, sampling, stop_ids=stop_ids, choice=i, grammar=grammar)
         )

@@ -65,7 +65,7 @@ class Gateway:
         except Exception as error:
             if status:
                 raise
-            await _send_error(_as_api_error(error), receive, send_with_id)
+            await _send_error(_as_api_error(error, scope), receive, send_with_id)
         finally:
             self._service.active -= 1
             self._record(scope, status, time.monotonic() - arrival, request_id)
@@ -99,11 +99,15 @@ class Gateway:
             )
 
 
-def _as_api_error(error: Exception) -> ApiError:
+def _as_api_error(error: Exception, scope: Scope) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):
-        api_error = BadRequestError(f"{error.detail}: see /v1/models, /v1/chat/completions and /v1/completions")
+        allowed = (error.headers or {}).get("Allow")
+        api_error = BadRequestError(
+            f"{error.detail}: {scope['method']} {scope['path']}. "
+            + (f"Allowed here: {allowed}" if allowed else "GET /openapi.json lists what there is")
+        )
         api_error.status = error.status_code
         api_error.headers = dict(error.headers or {})
         return api_error

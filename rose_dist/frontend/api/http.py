@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope
 
 from rose_dist.frontend.errors import ApiError, BodyTooLargeError, ClientGoneError
 
+MAX_BODY_BYTES = 8_000_000
 _LINGER_S = 2.0
 
 DONE = b"data: [DONE]\n\n"
@@ -19,15 +20,15 @@ DONE = b"data: [DONE]\n\n"
 encode_json = msgspec.json.Encoder().encode
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+async def read_body(scope: Scope, receive: Receive) -> bytes:
     """
     Raises:
-        BodyTooLargeError: as soon as it is known that the body has more than `limit` bytes.
+        BodyTooLargeError: as soon as it is known that the body has more than `MAX_BODY_BYTES`.
         ClientGoneError: the client left before it had sent everything.
     """
     for name, value in scope["headers"]:
-        if name == b"content-length" and int(value) > limit:
-            raise BodyTooLargeError(limit)
+        if name == b"content-length" and int(value) > MAX_BODY_BYTES:
+            raise BodyTooLargeError(MAX_BODY_BYTES)
     parts: list[bytes] = []
     size = 0
     while True:
@@ -36,8 +37,8 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
             raise ClientGoneError
         part = message.get("body", b"")
         size += len(part)
-        if size > limit:
-            raise BodyTooLargeError(limit)
+        if size > MAX_BODY_BYTES:
+            raise BodyTooLargeError(MAX_BODY_BYTES)
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)

@@ -16,7 +16,7 @@ import msgspec
 
 from rose_dist.frontend.config import FrontendConfig
 from rose_dist.frontend.engine_client import EngineClient
-from rose_dist.frontend.errors import RETRY_AFTER_S, BadRequestError, NotFoundError, OverloadedError, UnavailableError
+from rose_dist.frontend.errors import BadRequestError, NotFoundError, UnavailableError
 from rose_dist.frontend.formats.base import ChatFormat
 from rose_dist.frontend.metrics import Metrics
 from rose_dist.frontend.schema.sampling import GenerationFields
@@ -64,7 +64,6 @@ class Service:
 
         Raises:
             UnavailableError: the engine has failed, the server drains, or no replica has loaded the model.
-            OverloadedError: as many requests as are allowed are being answered.
         """
         if self.failed:
             raise UnavailableError("The engine has failed")
@@ -76,9 +75,6 @@ class Service:
                 await asyncio.sleep(0.05)
         if not self.client.ready:
             raise UnavailableError(self.client.why_not_ready())
-        limit = self.config.max_active_requests
-        if limit is not None and self.active > limit:  # this request is one of the active ones
-            raise OverloadedError(RETRY_AFTER_S)
 
     def check_model(self, request: GenerationFields) -> None:
         if request.model not in self.config.names:
@@ -88,10 +84,11 @@ class Service:
                 code="model_not_found",
             )
 
-    def check_prompt(self, prompt: list[int], param: str) -> None:
+    def check_prompt(self, prompt: list[int], param: str, request: GenerationFields) -> None:
         """
         Raises:
-            BadRequestError: a token id is outside the vocabulary, or there is no room for the prompt and one token.
+            BadRequestError: a token id is outside the vocabulary, or there is no room for the prompt and the longest
+                answer asked for, or one token.
         """
         if not prompt:
             raise BadRequestError(f"{param}: the prompt has no tokens", param=param)
@@ -99,14 +96,9 @@ class Service:
             raise BadRequestError(
                 f"{param}: {max(prompt)} is not a token id; ids are 0 to {self.tokenizer.vocab_size - 1}", param=param
             )
-        if (limit := self.config.max_prompt_tokens) is not None and len(prompt) > limit:
-            raise BadRequestError(
-                f"The prompt has {len(prompt)} tokens; this server takes at most {limit}",
-                param=param,
-                code="context_length_exceeded",
-            )
+        wanted = request.token_limit()
         context, capacity = self.client.max_prompt_room
-        for limit, what in ((context, "the model's context"), (capacity, "the KV cache")):
+        for limit, what in sorted(((context, "the model's context"), (capacity, "the KV cache"))):
             if len(prompt) >= limit:
                 raise BadRequestError(
                     f"The prompt has {len(prompt)} tokens, but {what} holds {limit} tokens of prompt and output; "
@@ -114,14 +106,13 @@ class Service:
                     param=param,
                     code="context_length_exceeded",
                 )
-
-    def choices_within_limit(self, count: int) -> int:
-        if count > self.config.max_choices:
-            raise BadRequestError(
-                f"n: {count} choices (prompts × n) were asked for; at most {self.config.max_choices} are allowed",
-                param="n",
-            )
-        return count
+            if wanted is not None and len(prompt) + wanted > limit:
+                raise BadRequestError(
+                    f"The prompt has {len(prompt)} tokens and the answer may have {wanted}, but {what} holds {limit} "
+                    f"tokens of prompt and output; {request.limit_field} may be at most {limit - len(prompt)}",
+                    param=request.limit_field,
+                    code="context_length_exceeded",
+                )
 
 
 def decode_request(decoder: msgspec.json.Decoder[T], body: bytes) -> T:

@@ -6,12 +6,15 @@ time, so that a step that yields several tokens (speculative decoding) gives the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
 
 from rose_dist.errors import RoseError
+
+TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 Section = Literal["reasoning", "content", "tool_call", "control"]
 """What a generated token belongs to. `control`: headers, markers and stop ids; never shown."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from rose_dist.frontend.config import CHAT_FORMATS
 from rose_dist.frontend.formats.base import ChatFormat, FormatError
 from rose_dist.frontend.formats.harmony import HarmonyFormat
 from rose_dist.frontend.formats.harmony_codec import HarmonyCodec
 from rose_dist.frontend.formats.harmony_vocabulary import CHANNEL, SIZE, HarmonyVocabulary
 from rose_dist.frontend.formats.jinja import JinjaFormat
 from rose_dist.frontend.tokenizer import TextCodec, Tokenizer
-
-FORMATS = ("harmony", "jinja")
 
 
 def load_codec(directory: Path) -> TextCodec:
@@ -34,14 +33,14 @@ def load_codec(directory: Path) -> TextCodec:
 def choose_format(name: str, codec: TextCodec, *, template_path: str | None = None) -> ChatFormat:
     """
     Args:
-        name: one of `FORMATS`, or `auto`: Harmony where the vocabulary is Harmony's, else the checkpoint's template.
+        name: one of `CHAT_FORMATS`.
         template_path: a jinja file that replaces the checkpoint's template.
 
     Raises:
         FormatError: no such format, or the checkpoint lacks what it needs.
     """
-    if name not in ("auto", *FORMATS):
-        raise FormatError(f"There is no chat format `{name}`; there are auto, {', '.join(FORMATS)}")
+    if name not in CHAT_FORMATS:
+        raise FormatError(f"There is no chat format `{name}`; there are {', '.join(CHAT_FORMATS)}")
     if name == "auto":
         name = "harmony" if template_path is None and _speaks_harmony(codec) else "jinja"
     if name == "harmony":

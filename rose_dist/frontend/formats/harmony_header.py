@@ -18,7 +18,6 @@ CHANNELS = ("analysis", "commentary", "final")
 ROLES = ("assistant", "user", "system", "developer", "tool")
 BUILTIN_NAMESPACES = ("browser", "python", "container")
 """Tools that gpt-oss was trained with, called without the `functions.` in front."""
-TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 _MARKER = re.compile(r"<\|(\w*)\|>")
 _RECIPIENT = re.compile(r"to=\s*([^\s<]*)")

@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterable
 from datetime import date
 
-from rose_dist.frontend.formats.base import FormatError, ResponseFormat, Tool
-from rose_dist.frontend.formats.harmony_header import TOOL_NAME
+from rose_dist.frontend.formats.base import TOOL_NAME, FormatError, ResponseFormat, Tool
 from rose_dist.frontend.formats.json_schema_ts import comment_lines, parameters_to_typescript
 
 MODEL_IDENTITY = "You are ChatGPT, a large language model trained by OpenAI."

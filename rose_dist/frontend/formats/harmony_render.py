@@ -22,8 +22,8 @@ import re
 from datetime import date
 from itertools import takewhile
 
-from rose_dist.frontend.formats.base import Conversation, FormatError, Message, ToolCall
-from rose_dist.frontend.formats.harmony_header import BUILTIN_NAMESPACES, TOOL_NAME, offered_builtins
+from rose_dist.frontend.formats.base import TOOL_NAME, Conversation, FormatError, Message, ToolCall
+from rose_dist.frontend.formats.harmony_header import BUILTIN_NAMESPACES, offered_builtins
 from rose_dist.frontend.formats.harmony_prompt import EFFORTS, MODEL_IDENTITY, developer_text, system_text
 from rose_dist.frontend.formats.harmony_vocabulary import (
     CALL,

@@ -56,7 +56,9 @@ class JinjaFormat:
         raw = msgspec.json.encode(conversation).decode()
         if not any(character in raw for character in self._first_characters):
             return self._tokenizer.encode_template(self._text(_context(conversation, str)))
-        sentinel = next(c for c in map(chr, _SENTINELS) if c not in raw)
+        sentinel = next((c for c in map(chr, _SENTINELS) if c not in raw), None)
+        if sentinel is None:
+            raise FormatError("The conversation has all characters from U+E000 to U+F8FF; one must be left out")
         text = self._text(_context(conversation, lambda value: self._broken(value, sentinel)))
         ids: list[int] = []
         end = 0

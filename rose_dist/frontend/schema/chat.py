@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 from rose_dist.frontend.errors import BadRequestError
 from rose_dist.frontend.formats.base import Conversation, Message, ResponseFormat, ToolCall
 from rose_dist.frontend.schema.common import Usage
-from rose_dist.frontend.schema.sampling import MAX_TOP_LOGPROBS, Count, GenerationFields
+from rose_dist.frontend.schema.sampling import MAX_TOP_LOGPROBS, Count, GenerationFields, refuse_unsupported
 from rose_dist.frontend.schema.tools import FunctionTool, checked_tool, required_tools
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -44,7 +44,7 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestTool(msgspec.Struct, frozen=True):
-    function: FunctionTool
+    function: FunctionTool | None = None
     type: str = "function"
 
 
@@ -80,9 +80,13 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool = True
+    functions: list[Any] | None = None
+    audio: dict[str, Any] | None = None
+    modalities: list[str] | None = None
 
-    def token_limit(self) -> int | None:
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+    @property
+    def limit_field(self) -> str:
+        return "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens"
 
     def logprob_count(self) -> int | None:
         if self.top_logprobs is not None and not self.logprobs:
@@ -93,10 +97,19 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
         """The request as a chat format takes it.
 
         Raises:
-            BadRequestError: a message or tool is not of an allowed form; the message names the place.
+            BadRequestError: a message or tool is not of an allowed form, or an unsupported field is set; the message
+                names the place.
         """
+        refuse_unsupported(
+            {
+                "functions": (self.functions, "give them as tools"),
+                "audio": (self.audio, "answers are text"),
+                "modalities": (self.modalities not in (None, [], ["text"]), 'allowed: ["text"]'),
+            }
+        )
         tools = [
-            checked_tool(tool.type, tool.function, f"tools[{i}].function") for i, tool in enumerate(self.tools or [])
+            checked_tool(tool.type, tool.function, f"tools[{i}]", ".function")
+            for i, tool in enumerate(self.tools or [])
         ]
         required = self._required_tools([tool.name for tool in tools])
         return Conversation(

@@ -9,7 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from rose_dist.frontend.errors import BadRequestError
 from rose_dist.frontend.schema.common import Usage
-from rose_dist.frontend.schema.sampling import MAX_TOP_LOGPROBS, GenerationFields, TokenId
+from rose_dist.frontend.schema.sampling import MAX_CHOICES, MAX_TOP_LOGPROBS, GenerationFields, TokenId
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
@@ -27,7 +27,8 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
         """One entry a prompt: a text, or token ids.
 
         Raises:
-            BadRequestError: texts and ids are mixed, a prompt is empty, or an unsupported field is set.
+            BadRequestError: texts and ids are mixed, a prompt is empty, there are too many, or an unsupported field is
+                set.
         """
         self._check_unsupported()
         prompt = self.prompt
@@ -45,6 +46,10 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
             )
         if not all(prompts):
             raise BadRequestError("prompt: a prompt must have at least one token", param="prompt")
+        if (count := len(prompts) * self.choices) > MAX_CHOICES:
+            raise BadRequestError(
+                f"n: {count} choices (prompts × n) were asked for; at most {MAX_CHOICES} are allowed", param="n"
+            )
         return prompts
 
     def _check_unsupported(self) -> None:

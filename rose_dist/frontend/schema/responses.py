@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from rose_dist.frontend.errors import BadRequestError
 from rose_dist.frontend.formats.base import Conversation, Message, ResponseFormat, ToolCall
-from rose_dist.frontend.schema.sampling import MAX_TOP_LOGPROBS, Count, GenerationFields
+from rose_dist.frontend.schema.sampling import MAX_TOP_LOGPROBS, Count, GenerationFields, refuse_unsupported
 from rose_dist.frontend.schema.tools import FunctionTool, checked_tool, required_tools
 
 _ROLES = ("system", "developer", "user", "assistant")
@@ -72,6 +72,8 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
     metadata: dict[str, str] | None = None
     user: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continued_conversation: str | dict[str, Any] | None = msgspec.field(default=None, name="conversation")
+    prompt: dict[str, Any] | None = None
 
     @property
     def choices(self) -> int:
@@ -81,8 +83,9 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
     def stored(self) -> bool:
         return self.store is not False
 
-    def token_limit(self) -> int | None:
-        return self.max_output_tokens
+    @property
+    def limit_field(self) -> str:
+        return "max_output_tokens"
 
     def logprob_count(self) -> int | None:
         wanted = self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ())
@@ -92,8 +95,15 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
         """The request after `history`, the messages of the response that it continues.
 
         Raises:
-            BadRequestError: an item, a tool or the text format is not of an allowed form.
+            BadRequestError: an item, a tool or the text format is not of an allowed form, or an unsupported field is
+                set.
         """
+        refuse_unsupported(
+            {
+                "conversation": (self.continued_conversation, "give the response to continue as previous_response_id"),
+                "prompt": (self.prompt, "give its text as instructions and input"),
+            }
+        )
         tools = [checked_tool(tool.type, tool, f"tools[{i}]") for i, tool in enumerate(self.tools or [])]
         named = None
         match self.tool_choice:

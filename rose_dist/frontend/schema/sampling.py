@@ -10,6 +10,8 @@ from msgspec import Meta
 from rose_dist.engine.protocol import Generate, SamplingParams
 from rose_dist.frontend.errors import BadRequestError
 
+MAX_CHOICES = 128
+"""Of one request: prompts × n."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_TOP_LOGPROBS = 20
@@ -23,13 +25,27 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool = False
 
 
+def refuse_unsupported(unsupported: dict[str, tuple[object, str]]) -> None:
+    """For fields that, left out of account, would make an answer that was not asked for.
+
+    Args:
+        unsupported: each one's value, and what to do instead.
+
+    Raises:
+        BadRequestError: one is set.
+    """
+    for field, (value, instead) in unsupported.items():
+        if value:
+            raise BadRequestError(f"{field} is not supported; {instead}", param=field)
+
+
 class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     """Base of the request structs. Fields that OpenAI lacks are named as vLLM names them."""
 
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -53,8 +69,14 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def limit_field(self) -> str:
+        """The field that says how long an answer may be."""
+        return "max_tokens"
+
     def token_limit(self) -> int | None:
-        return self.max_tokens
+        limit: int | None = getattr(self, self.limit_field)
+        return limit
 
     def stop_strings(self) -> list[str]:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -69,13 +91,14 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     def sampling(self, *, vocab_size: int, logprobs: int | None) -> SamplingParams:
         """
         Raises:
-            BadRequestError: a token id of `logit_bias` is outside the vocabulary.
+            BadRequestError: a token id of `logit_bias` or `stop_token_ids` is outside the vocabulary.
         """
-        for token_id in self.logit_bias or ():
-            if not 0 <= token_id < vocab_size:
-                raise BadRequestError(
-                    f"logit_bias: {token_id} is not a token id; ids are 0 to {vocab_size - 1}", param="logit_bias"
-                )
+        for field, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            for token_id in ids or ():
+                if not 0 <= token_id < vocab_size:
+                    raise BadRequestError(
+                        f"{field}: {token_id} is not a token id; ids are 0 to {vocab_size - 1}", param=field
+                    )
         given = {
             "temperature": self.temperature,
             "top_k": max(self.top_k, 0) if self.top_k is not None else None,

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import msgspec
 
 from rose_dist.frontend.errors import BadRequestError
-from rose_dist.frontend.formats.base import Tool
-
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+from rose_dist.frontend.formats.base import TOOL_NAME, Tool
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,17 +17,23 @@ class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
     strict: bool | None = None
 
 
-def checked_tool(kind: str, function: FunctionTool, place: str) -> Tool:
+def checked_tool(kind: str, function: FunctionTool | None, place: str, inside: str = "") -> Tool:
     """
+    Args:
+        place: of the tool, for messages.
+        inside: from there to the function, as `.function`.
+
     Raises:
         BadRequestError: not a function, or its name is not allowed.
     """
     if kind != "function":
         raise BadRequestError(f"{place}.type: `{kind}` is not supported; allowed: `function`", param=f"{place}.type")
-    if not _NAME.fullmatch(function.name):
+    if function is None:
+        raise BadRequestError(f"{place}: a tool of type `function` needs a field function", param=place)
+    if not TOOL_NAME.fullmatch(function.name):
         raise BadRequestError(
-            f"{place}.name: `{function.name}` is not allowed: 1 to 64 letters, digits, `_` or `-`",
-            param=f"{place}.name",
+            f"{place}{inside}.name: `{function.name}` is not allowed: 1 to 64 letters, digits, `_` or `-`",
+            param=f"{place}{inside}.name",
         )
     return Tool(
         name=function.name,

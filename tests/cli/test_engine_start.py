@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rose_dist.cli.engine_options import expert_ranks
+from rose_dist.cli.engine_start import expert_ranks
 
 PLAIN = {"tp": 2, "dp": None, "ep": None, "device": "cuda", "weights": "mxfp4", "rows": "bf16", "copies": 0, "ranks": 2}
 
