@@ -13,8 +13,11 @@ from typing import Any
 
 from rose_dist.kernels import vector
 from rose_dist.kernels.attention_tiling import MIN_TILES, TILE
-from rose_dist.kernels.dsl import Int32, Int64, Uint32, cute
+from rose_dist.kernels.dsl import Int32, Int64, Uint32, cute, range_constexpr
 from rose_dist.kernels.variants import WARP
+
+AT_ONCE = 4
+"""Lengths that a lane asks for before it adds up."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +121,13 @@ def _first_part(
 ) -> Any:  # fmt: skip
     batch = Batch(lengths, requests, live, window, most_splits, groups)
     lane = cute.arch.thread_idx()[0] % WARP
-    total, first = Int32(0), Int32(0)
+    own, first = Int32(0), Int32(0)
     while first < requests:
-        total += cute.arch.warp_redux_sync(_tiles_of_lane(batch, first + lane), "add")
-        first += WARP
+        # Lengths of several requests are asked for at once.
+        for more in range_constexpr(AT_ONCE):
+            own += _tiles_of_lane(batch, first + (more * WARP) + lane)
+        first += AT_ONCE * WARP
+    total = cute.arch.warp_redux_sync(own, "add")
     runs = _runs(vector.max_of(live, Int32(1)), cute.arch.grid_dim()[0] // groups)
     team = cute.arch.block_idx()[0] // groups
     begin, end = _border(total, runs, team), _border(total, runs, team + 1)
