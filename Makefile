@@ -19,7 +19,7 @@ TEST_ENV := $(VENV)/test.stamp
 
 # One process each: tests that start no ranks or servers, two at a time; the others have both cores.
 SIDE_BY_SIDE := tests/convert tests/frontend tests/harmony tests/kernels tests/ptx \
-  $(wildcard tests/comm/test_*_gpu.py) tests/comm/test_nvlink_schedules.py \
+  $(wildcard tests/comm/test_*_gpu.py) tests/comm/test_nvlink_schedules.py tests/comm/test_nvlink_weakened.py \
   $(wildcard tests/engine/test_emulated_*.py) \
   $(patsubst %,tests/engine/test_%.py,engine grammar_sampling kv_groups pipeline prefill_graphs sampler scheduler)
 

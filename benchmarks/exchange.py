@@ -14,7 +14,7 @@ floors are the bytes that must cross NVLink at the rate that this run's own copi
     checks    fresh routing, bounds and delays every replay
     times     every model and size, beside NCCL
     forms     few tokens: results as packets and as plain rows, rows quantised by dispatch and by a launch before
-    prefill   4,096 tokens: chunks of 8 and 16 tokens, shares of senders, rows by bulk copies and by threads' own
+    prefill   4,096 tokens: chunks of 8 and 16 tokens, shares of senders
     links     copies to and from the next rank by blocks of a kernel, both ways at once
     chain     step after step with nothing that aligns the ranks
     dead      a rank misses a call

@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -195,16 +194,15 @@ class Rank:
             for changes in VARIANTS["prefill"]:
                 layer = self.layer(model, "prefill", changes)
                 exchange, chunk = layer.moe.exchange, layer.moe.layout.chunk
-                usual, kernels = exchange.pushers, exchange._kernels
+                usual = exchange.pushers
                 arms = [(int(self.sms * share),) * 2 for share in SHARES]
                 for tokens, pushers in product(self.sizes((max(TOKENS),)), [*arms, usual]):
                     exchange.pushers = pushers
-                    exchange._kernels = replace(kernels, bulk=pushers is not usual)
-                    arm = {"chunk": chunk, "bulk": pushers is not usual, "blocks that send": str(pushers)}
+                    arm = {"chunk": chunk, "blocks that send": str(pushers)}
                     rows.append(arm | self.line(layer.resized(tokens)))
                     self.say(rows[-1])
                     layer.moe.check()
-                exchange.pushers, exchange._kernels = usual, kernels
+                exchange.pushers = usual
         return rows
 
     def links(self, budget_s: float) -> list[dict[str, Any]]:
@@ -315,9 +313,7 @@ def build_kernels(arch: Arch, sections: Iterable[str], models: list[Model], rank
             config = model.config(MOST_TOKENS.get(section, max(TOKENS)))
             for changes in VARIANTS.get(section, ({},)):
                 layout = varied(config, ranks, 1, changes)
-                for bulk in {"prefill": (True, False)}.get(section, (True,)):
-                    usual = ExchangeKernels(arch, layout, PackedLayout(), config.expert_dtype, bulk).usual()
-                    kernels |= dict.fromkeys(usual)
+                kernels |= dict.fromkeys(ExchangeKernels(arch, layout, PackedLayout(), config.expert_dtype).usual())
                 if layout.has_rows:
                     kernels[order_kernel(arch, layout)] = None
     context = torch.multiprocessing.get_context("spawn")

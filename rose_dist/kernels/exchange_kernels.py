@@ -22,8 +22,6 @@ class ExchangeKernels:
     layout: ExchangeLayout
     packed: PackedLayout
     result_dtype: torch.dtype
-    bulk: bool = True
-    """Whether many rows go by bulk copies where one launch sends and takes."""
 
     def usual(self) -> Iterator[jit.Kernel]:
         """All, for `out` of the results' dtype that is not added to."""
@@ -51,12 +49,12 @@ class ExchangeKernels:
     def push(self, receive: bool) -> jit.Kernel:
         from rose_dist.kernels.cute.exchange_rows import DispatchRows  # noqa: PLC0415 - it loads the compiler
 
-        return DispatchRows(self.arch, self.layout, self.packed, self._width, receive, self.bulk)
+        return DispatchRows(self.arch, self.layout, self.packed, self._width, receive)
 
     def sum(self, out_dtype: torch.dtype, accumulate: bool, by_token: bool, send: bool) -> jit.Kernel:
         from rose_dist.kernels.cute.exchange_rows import CombineRows  # noqa: PLC0415 - it loads the compiler
 
-        return CombineRows(self.arch, self.layout, self.result_dtype, out_dtype, accumulate, by_token, send, self.bulk)
+        return CombineRows(self.arch, self.layout, self.result_dtype, out_dtype, accumulate, by_token, send)
 
     @property
     def _width(self) -> int:

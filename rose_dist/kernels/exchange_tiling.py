@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from rose_dist.kernels.exchange_layout import ExchangeLayout
 from rose_dist.kernels.exchange_sizes import UNIT_PACKETS
@@ -66,12 +66,12 @@ class MoverTiling:
     """Of warps that move rows through rings in shared memory: `row_mover`."""
 
     row_bytes: int
-    warps: int = 8
-    ahead: int = 2
+    warps: ClassVar[int] = 8
+    ahead: ClassVar[int] = 2
     """Pieces of a warp whose loads are on their way."""
-    behind: int = 3
+    behind: ClassVar[int] = 3
     """Pieces of a warp whose stores are."""
-    most: int = 3584
+    most: ClassVar[int] = 3584
     """Bytes of a piece. With 8 warps and 6 stages 168 KB a block."""
 
     @property

@@ -15,6 +15,7 @@ BARRIER_STAGE = 1
 UNROLL = 4
 PEER_WAYS = ("stores", "loads", "bulk stores", "bulk loads")
 """Of `PeerCopies`."""
+PEER_THREADS = 512
 MOVES = MoverTiling(3584)
 
 
@@ -97,13 +98,12 @@ class PeerCopies(jit.Kernel):
     """
 
     way: str
-    threads: int = 512
 
     @cute.jit
     def __call__(self, source: Int64, target: Int64, rows: Int32, blocks: Int32, stream: Stream) -> None:
         """Addresses: source and target u8 [rows, MOVES.row_bytes]."""
         self.kernel(source, target, rows).launch(
-            grid=[blocks, 1, 1], block=[self.threads, 1, 1], smem=MOVES.shared_bytes, stream=stream, use_pdl=True,
+            grid=[blocks, 1, 1], block=[PEER_THREADS, 1, 1], smem=MOVES.shared_bytes, stream=stream, use_pdl=True,
             min_blocks_per_mp=1,
         )  # fmt: skip
 
@@ -124,8 +124,8 @@ class PeerCopies(jit.Kernel):
                 mover.complete(shared, ring, ring[0][0])
         else:
             vectors = rows * (MOVES.row_bytes // 16)
-            for first in range(block * self.threads * UNROLL + thread, vectors, blocks * self.threads * UNROLL):
-                numbers = [vector.min_of(first + i * self.threads, vectors - 1) for i in range(UNROLL)]
+            for first in range(block * PEER_THREADS * UNROLL + thread, vectors, blocks * PEER_THREADS * UNROLL):
+                numbers = [vector.min_of(first + i * PEER_THREADS, vectors - 1) for i in range(UNROLL)]
                 values = [ptx.load_16b(source + Int64(number) * 16) for number in numbers]
                 for i in range_constexpr(UNROLL):
                     ptx.store_16b(target + Int64(numbers[i]) * 16, values[i])

@@ -19,8 +19,8 @@ import time
 import pytest
 
 from rose_dist.kernels.cute import exchange_rows
+from tests.comm.echo import CASE, SUMMED, Echo, plain_results_from, plain_rows_from
 from tests.comm.test_nvlink_gpu import Job
-from tests.comm.test_nvlink_schedules import CASE, SUMMED, Echo, plain_results_from, plain_rows_from
 
 CHAIN = 8
 MOST_TOKENS = 17

@@ -164,7 +164,10 @@ SMALL |= {
     "quantised, a row of several parts": Case(tokens=(2, 1), hidden=5 * 1424, top_k=2, quantized=BLOCKS_FP8),
     "fp8 with scales, 2880": Case(tokens=(2, 1), hidden=2880, top_k=2, dtype=FP8, out_dtype=BF16, scale_dim=23),
 }
-for name in ("top 32", "all alike", "quantised to fp8", "a row of several parts"):
+for name in (
+    "T-ZERO-BOUND", "R-NEG1: some skipped", "bf16 with accumulate", "top 32", "all alike", "quantised to fp8",
+    "a row of several parts",
+):  # fmt: skip
     SMALL[f"{name}, partial sums"] = replace(SMALL[name], partial_sums=True)
 
 
@@ -179,14 +182,17 @@ def test_packed_layouts(packed: PackedLayout, monkeypatch: pytest.MonkeyPatch) -
     once(Job(case, 2, monkeypatch, packed=packed, arch="sm_100a"), case, 0, packed)
 
 
+@pytest.mark.parametrize("partial_sums", [False, True], ids=["", "partial sums"])
 @pytest.mark.parametrize("returns", [False, True], ids=["", "returns"])
 @pytest.mark.parametrize("tokens", [3, 5], ids=["packets", "plain rows"])
 @pytest.mark.usefixtures("few_packets")
-def test_a_full_expert_gives_zeros(tokens: int, returns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_expert_gives_zeros(
+    tokens: int, returns: bool, partial_sums: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of pairs beyond an expert's last row, nobody waits for a result."""
     if returns:
         monkeypatch.setattr(nvlink, "RESULT_PACKET_BYTES", 1)
-    case = Case(tokens=(tokens,), experts=2, top_k=1, routing="one_expert")
+    case = Case(tokens=(tokens,), experts=2, top_k=1, routing="one_expert", partial_sums=partial_sums)
     exchange = Exchange(job := Job(case, 2, monkeypatch, packed=PackedLayout(4, 4)), case)
     exchange.dispatch()
     job.run()

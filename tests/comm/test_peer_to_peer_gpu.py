@@ -21,11 +21,12 @@ from rose_dist.kernels.errors import KernelArgumentError
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.peer_regions import HEADER_STAGE, NETWORK_RECORD_STAGE, STAGES
 from rose_dist.kernels.sync import WaitExpiredError
+from tests.comm.echo import plain_rows_from
 from tests.comm.emulated import SMS, Cluster
 from tests.comm.oracle import Case
 from tests.comm.test_all_to_all import BF16, same_bits
 from tests.comm.test_nvlink_gpu import DEVICE, SMALL, Exchange, Job, One, once
-from tests.comm.test_nvlink_schedules import plain_rows_from, report_of
+from tests.comm.test_nvlink_schedules import report_of
 
 
 class Nodes(Job):

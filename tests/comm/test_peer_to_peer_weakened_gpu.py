@@ -9,9 +9,10 @@ import pytest
 
 pytest.importorskip("cutlass")
 
+from tests.comm.echo import plain_rows_from
 from tests.comm.oracle import Case
 from tests.comm.test_nvlink_gpu import Exchange, once
-from tests.comm.test_nvlink_schedules import ordering, plain_rows_from
+from tests.comm.test_nvlink_weakened import ordering
 from tests.comm.test_peer_to_peer_gpu import Nodes
 from tests.ptx.errors import PtxError
 from tests.ptx.launch import Launch

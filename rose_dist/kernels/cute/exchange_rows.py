@@ -32,7 +32,7 @@ THREADS = 512
 @dataclass(frozen=True)
 class DispatchRows(jit.Kernel):
     """Sends tokens as plain rows by its first `pushers` blocks and, if `receive`, takes what all ranks sent by the
-    others, which must be at least one.
+    others, which must be at least one. Rows then go by bulk copies, this rank's own straight to where they are packed.
 
     vector_bytes: width of the stores into packed rows.
     """
@@ -41,13 +41,11 @@ class DispatchRows(jit.Kernel):
     packed: PackedLayout
     vector_bytes: int
     receive: bool
-    bulk: bool = True
-    """Whether, in one launch, rows go by bulk copies, this rank's own straight to where they are packed."""
 
     @property
     def moves(self) -> MoverTiling | None:
         """Of all blocks."""
-        return MoverTiling(self.layout.row_bytes) if self.bulk and self.receive else None
+        return MoverTiling(self.layout.row_bytes) if self.receive else None
 
     @cute.jit
     def __call__(
@@ -153,14 +151,12 @@ class CombineRows(jit.Kernel):
     accumulate: bool
     by_token: bool
     send: bool
-    bulk: bool = True
-    """Whether single results are sent by bulk copies."""
 
     @property
     def moves(self) -> MoverTiling | None:
-        """Of the blocks that send."""
+        """Of the blocks that send, if these are single results: sums are stored by the threads that make them."""
         layout = self.layout
-        bulk = self.bulk and self.send and layout.has_rows and not layout.partial_sums
+        bulk = self.send and layout.has_rows and not layout.partial_sums
         return MoverTiling(layout.result_bytes) if bulk else None
 
     @cute.jit
