@@ -131,9 +131,15 @@ class ActiveLaunch:
         return Cta(uid, index, linear, self.launch.threads, first, self, shared, live=self.launch.threads)
 
     def leave(self) -> None:
-        """Give back what the launch had of the machine, and let go of what refers to the launch."""
+        """Give back what the launch had of the machine, and break the rings of a run that an error has ended."""
         for memory in self.constants.values():
             self.machine.addresses.remove(memory)
+        for cta in self.ctas:
+            for gang in cta.gangs:
+                gang.bulk_groups.clear()
+                gang.copy_groups.clear()
+            cta.gangs.clear()
+            cta.barriers.clear()
         self.ctas.clear()
         self._cluster_barriers.clear()
 
