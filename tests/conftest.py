@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 
@@ -30,6 +31,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs {mark.args[0]} ranks, this job has {size}"))
         if (mark := item.get_closest_marker("gpu")) and mark.args[0] > (gpus := gpu_count()):
             item.add_marker(pytest.mark.skip(reason=f"needs {mark.args[0]} GPUs, there are {gpus}"))
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported by now stays, so that no collection of garbage need look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

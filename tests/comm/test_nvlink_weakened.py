@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,8 +36,6 @@ Build = Callable[[pytest.MonkeyPatch], tuple[Job, list[Echo]]]
 
 def caught(build: Build, change: Callable[[Launch], Launch], seeds: int) -> bool:
     for seed in range(seeds):
-        # Patches keep what they have replaced, and jobs are rings: one test's would take 10 GB.
-        gc.collect()
         with pytest.MonkeyPatch.context() as patch:
             job, echoes = build(patch)
             job.cluster.peers.change = change

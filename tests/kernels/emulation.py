@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -31,9 +31,11 @@ class EmulatedTensor(torch.Tensor):
     is_cuda = True
 
 
-@cache
+@lru_cache(maxsize=64)
 def compiled(kernel: jit.Kernel) -> Compiled:
-    """The kernel with its host code, ready to be interpreted; calls of NVSHMEM are left open."""
+    """The kernel with its host code, ready to be interpreted; calls of NVSHMEM are left open. Each takes some 10 MB, so
+    those that no test has asked for lately are let go.
+    """
     return compile_kernel(kernel, *kernel.arguments(), arch=str(kernel.arch), linked=kernel.tvm_ffi)
 
 

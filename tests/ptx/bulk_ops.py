@@ -151,9 +151,11 @@ def _wait(g: Gang, left: int, *, reads_only: bool) -> None:
     for lane in map(int, g.active()):
         groups = g.bulk_groups.setdefault(lane, [[]])
         finished = groups[: max(len(groups) - 1 - left, 0)]
-        for copy in [c for group in finished for c in group]:
+        copies = [copy for group in finished for copy in group]
+        for copy in copies:
             copy.read() if reads_only else copy.finish()
         if not reads_only:
             del groups[: len(finished)]
+        if copies and not reads_only:
             copied = g.machine.memory.publish(g.machine.agent(g.cta), CTA)
             g.machine.memory.take(copied, CTA, g.threads[lane : lane + 1])

@@ -8,7 +8,6 @@ import ctypes
 import re
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,11 +36,54 @@ class _Config(ctypes.Structure):
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Caught:
-    kernel: str
-    config: dict[str, Any]
-    arguments: int
+class _Runtime:
+    """What the host code calls instead of CUDA. It knows nothing of the engine, whose C++ side holds it: a ring through
+    there would never be collected.
+    """
+
+    def __init__(self, programs: dict[str, Program]) -> None:
+        self.programs = programs
+        self.launches: list[Launch] = []
+        self.gpu = 0
+        self._names: list[str] = []
+        self._callbacks: list[Any] = []
+
+    def register(self, engine: ExecutionEngine, module: str) -> None:
+        """Own versions of every CUDA entry point that `module` declares: launches are recorded, the rest succeed at
+        once.
+        """
+        special: dict[str, Callable[..., int]] = {
+            "_cudaLaunchKernelEx": self._on_launch,
+            "_cudaLibraryGetKernel": self._on_get_kernel,
+        }
+        for name, signature in re.findall(r"llvm\.func @(_?cu\w+)\(([^)]*)\) -> i32\n", module):
+            kinds = [
+                _POINTER if "ptr" in s else ctypes.c_int64 if "i64" in s else _INT
+                for s in signature.split(",")
+                if s.strip()
+            ]
+            callback = ctypes.CFUNCTYPE(_INT, *kinds)(special.get(name, _succeed))
+            self._callbacks.append(callback)
+            engine.raw_register_runtime(name, ctypes.cast(callback, _POINTER))
+
+    def _on_get_kernel(self, out: int, library: int, name: int) -> int:
+        self._names.append(ctypes.string_at(name).decode())
+        ctypes.cast(out, ctypes.POINTER(_POINTER))[0] = len(self._names)
+        return 0
+
+    def _on_launch(self, config_pointer: int, kernel: int, arguments: int) -> int:
+        config = ctypes.cast(config_pointer, ctypes.POINTER(_Config)).contents
+        attributes = {a.id: list(a.value) for a in (config.attributes[i] for i in range(config.attribute_count))}
+        program = self.programs[self._names[kernel - 1]]
+        self.launches.append(
+            Launch(
+                program, _dim3(config.grid), _dim3(config.block), _parameters(program, arguments), self.gpu,
+                config.dynamic_shared,
+                _dim3(attributes.get(_CLUSTER, [1, 1, 1])),
+                overlaps=bool(attributes.get(_OVERLAP, [0])[0]), cooperative=bool(attributes.get(_COOPERATIVE, [0])[0]),
+            )
+        )  # fmt: skip
+        return 0
 
 
 class Compiled:
@@ -54,19 +96,16 @@ class Compiled:
         module = parse(self.ptx)
         self.programs = {name: Program(module, kernel) for name, kernel in module.kernels.items()}
         self._engine = ExecutionEngine(compiled.ir_module, opt_level=0)
-        self._callbacks: list[Any] = []
-        self._names: list[str] = []
-        self._launches: list[Launch] = []
-        self._gpu = 0
+        self._runtime = _Runtime(self.programs)
+        self._runtime.register(self._engine, str(compiled.ir_module))
         self._changed: dict[tuple[str, str], Program] = {}
-        self._register_runtime()
         self._load()
 
     def __call__(self, *arguments: Any, gpu: int = 0) -> list[Launch]:
         """The launches of one host call, for GPU `gpu`. torch tensors are passed as CuTe tensors; a stream argument
         may be left to None.
         """
-        self._launches, self._gpu = [], gpu
+        self._runtime.launches, self._runtime.gpu = [], gpu
         prepared = [self._argument(a) for a in arguments]
         pointers, keep = self._compiled.execution_args.generate_execution_args(tuple(prepared), {})
         result = ctypes.c_int32(0)
@@ -78,7 +117,7 @@ class Compiled:
         del keep
         if result.value:
             raise PtxError(f"the host function returned CUDA error {result.value}")
-        return self._launches
+        return self._runtime.launches
 
     def changed(self, old: str, new: str) -> Program:
         """The module's one kernel with `new` wherever its PTX has `old`."""
@@ -102,43 +141,6 @@ class Compiled:
         for name, arguments in (("cuda_init", (holder, error)), ("cuda_load_to_device", (holder, device, error))):
             packed = (_POINTER * len(arguments))(*(ctypes.cast(a, _POINTER) for a in arguments))
             self._function(name)(packed)
-
-    def _register_runtime(self) -> None:
-        """Own versions of every CUDA entry point that the module declares: launches are recorded, the rest succeed at
-        once.
-        """
-        special: dict[str, Callable[..., int]] = {
-            "_cudaLaunchKernelEx": self._on_launch,
-            "_cudaLibraryGetKernel": self._on_get_kernel,
-        }
-        for name, signature in re.findall(r"llvm\.func @(_?cu\w+)\(([^)]*)\) -> i32\n", str(self._compiled.ir_module)):
-            kinds = [
-                _POINTER if "ptr" in s else ctypes.c_int64 if "i64" in s else _INT
-                for s in signature.split(",")
-                if s.strip()
-            ]
-            callback = ctypes.CFUNCTYPE(_INT, *kinds)(special.get(name, _succeed))
-            self._callbacks.append(callback)
-            self._engine.raw_register_runtime(name, ctypes.cast(callback, _POINTER))
-
-    def _on_get_kernel(self, out: int, library: int, name: int) -> int:
-        self._names.append(ctypes.string_at(name).decode())
-        ctypes.cast(out, ctypes.POINTER(_POINTER))[0] = len(self._names)
-        return 0
-
-    def _on_launch(self, config_pointer: int, kernel: int, arguments: int) -> int:
-        config = ctypes.cast(config_pointer, ctypes.POINTER(_Config)).contents
-        attributes = {a.id: list(a.value) for a in (config.attributes[i] for i in range(config.attribute_count))}
-        program = self.programs[self._names[kernel - 1]]
-        self._launches.append(
-            Launch(
-                program, _dim3(config.grid), _dim3(config.block), _parameters(program, arguments), self._gpu,
-                config.dynamic_shared,
-                _dim3(attributes.get(_CLUSTER, [1, 1, 1])),
-                overlaps=bool(attributes.get(_OVERLAP, [0])[0]), cooperative=bool(attributes.get(_COOPERATIVE, [0])[0]),
-            )
-        )  # fmt: skip
-        return 0
 
 
 def _succeed(*_: Any) -> int:

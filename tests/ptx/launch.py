@@ -130,6 +130,19 @@ class ActiveLaunch:
         index = (linear % gx, linear // gx % gy, linear // (gx * gy))
         return Cta(uid, index, linear, self.launch.threads, first, self, shared, live=self.launch.threads)
 
+    def leave(self) -> None:
+        """Give back what the launch had of the machine, and break the rings of a run that an error has ended."""
+        for memory in self.constants.values():
+            self.machine.addresses.remove(memory)
+        for cta in self.ctas:
+            for gang in cta.gangs:
+                gang.bulk_groups.clear()
+                gang.copy_groups.clear()
+            cta.gangs.clear()
+            cta.barriers.clear()
+        self.ctas.clear()
+        self._cluster_barriers.clear()
+
     def allow_dependents(self, cta: Cta, threads: Array) -> None:
         self._allowed.add(cta.linear)
         self.hasty |= not self._waited.issuperset(map(int, threads))

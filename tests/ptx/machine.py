@@ -127,7 +127,6 @@ class Machine:
         self.mbarriers, self.copies = {}, []
         start = self.now
         active = self._activate(launches, Checks(races, non_coherent, vector_atomic))
-        known = set(map(id, self.addresses))
         try:
             with np.errstate(all="ignore"):
                 turns = _Scheduler(self, active, gang_warps, resident, stalls).run()
@@ -135,7 +134,7 @@ class Machine:
             error.args = (f"{error.args[0] if error.args else type(error).__name__}\n  replay with seed={seed}",)
             raise
         finally:
-            self._reset(active, known)
+            self._reset(active)
         return Report(seed, turns, self.memory.races.count, self.now - start)
 
     def _activate(self, launches: Sequence[Launch], checks: Checks) -> list[ActiveLaunch]:
@@ -172,13 +171,15 @@ class Machine:
         self.memory = MemoryModel(topology, checks, self.rng, [base] * len(active))
         return active
 
-    def _reset(self, active: list[ActiveLaunch], known: set[int]) -> None:
-        """The host waits for the end of a run, so nothing of it can race with the next."""
+    def _reset(self, active: list[ActiveLaunch]) -> None:
+        """The host waits for the end of a run, so nothing of it can race with the next. What ran refers to the machine:
+        rings would keep its memory for long.
+        """
         for one in active:
-            for memory in one.constants.values():
-                self.addresses.remove(memory)
+            one.leave()
         for memory in self.addresses:
             memory.shadow = None
+        self.ctas, self.mbarriers, self.copies = [], {}, []
 
     def agent(self, cta: Cta) -> int:
         """The thread number that stands for the CTA's asynchronous copies."""
@@ -277,6 +278,7 @@ class _Scheduler:
 
     def _retire(self, gang: Gang) -> None:
         self.gangs.remove(gang)
+        gang.bulk_groups.clear()
         cta = gang.cta
         if cta.live == 0 and all(not g.splits for g in cta.gangs) and cta.gangs:
             cta.gangs.clear()
