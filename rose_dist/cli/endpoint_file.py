@@ -22,6 +22,7 @@ class EndpointFile:
             raise RoseError(f"--endpoint-file {path}: there is no folder {path.parent}; make it, or name another")
         self._path = path
         self._url = url
+        self._line = f"{url}/v1\n"
         self._removed = threading.Event()
         self._lock = threading.RLock()  # a signal handler may call `remove` while the main thread does
         threading.Thread(target=self._write_when_ready, name="endpoint file", daemon=True).start()
@@ -33,11 +34,12 @@ class EndpointFile:
         new = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         with self._lock:
             if not self._removed.is_set():
-                new.write_text(f"{self._url}/v1\n")
+                new.write_text(self._line)
                 new.replace(self._path)
 
     def remove(self) -> None:
-        """Now, and for good; safe to call again."""
+        """Now, and for good, unless another server has written it since; safe to call again."""
         self._removed.set()
-        with self._lock:
-            self._path.unlink(missing_ok=True)
+        with self._lock, suppress(FileNotFoundError):
+            if self._path.read_text() == self._line:
+                self._path.unlink()

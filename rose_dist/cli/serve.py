@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from types import FrameType
 
 import click
@@ -36,6 +37,10 @@ def command(options: EngineOptions, *, serving: ServingOptions) -> None:
     from rose_dist.engine.loop import serve  # noqa: PLC0415
     from rose_dist.engine.mailbox import Mailbox  # noqa: PLC0415
 
+    # Not by click: `rose launch` parses this command too, and may stand where the ranks' files are not.
+    template = serving.chat_template
+    if template is not None and not Path(template).is_file():
+        raise click.BadParameter(f"there is no file {template!r} on this host", param_hint="--chat-template")
     with joined(options) as (world, groups, config), ExitStack() as stack:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         address = reachable_address(world.hosts)
@@ -84,13 +89,17 @@ def _drain_on_signals(children: Frontends | None, endpoint: EndpointFile | None,
         at_once: whether this rank may leave as it stands: it is alone, and has nothing to finish.
     """
 
+    leaving = False
+
     def drain(number: int, frame: FrameType | None) -> None:
+        nonlocal leaving
         logger.info("%s: draining", signal.Signals(number).name)
         if endpoint is not None:
             endpoint.remove()
         if children is not None:
             children.drain()
-        if at_once():
+        if at_once() and not leaving:
+            leaving = True  # a further signal must neither wait within this one's wait, nor raise while the rank leaves
             if children is not None:
                 children.wait()
             raise SystemExit(0)

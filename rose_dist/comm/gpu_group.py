@@ -59,8 +59,9 @@ class GpuGroup:
 def as_bf16(x: Tensor) -> Tensor:
     """fp32 [rows, columns] as fp32 [3 rows, columns] of numbers that bf16 holds: three of 8 bits add up to all 24."""
     first = x.bfloat16().float()
-    second = (x - first).bfloat16().float()
-    return torch.cat([first, second, x - first - second])
+    rest = torch.where(first.isinf(), 0.0, x - first)
+    second = rest.bfloat16().float()
+    return torch.cat([first, second, rest - second])
 
 
 def from_bf16(parts: Tensor) -> Tensor:

@@ -78,7 +78,9 @@ def test_serve_tells_of_a_stream_that_ends_with_an_error() -> None:
     assert "The engine has failed" in found.output
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "https://host", "http://host:8000/v1", "http://"])
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "https://host", "http://host:8000/v1", "http://", "http://host:x", "http://[::1"]
+)
 def test_serve_wants_a_servers_url(url: str) -> None:
     found = CliRunner().invoke(command, ["serve", url, "--model", "m"])
     assert found.exit_code == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -193,3 +194,8 @@ def test_fp32_travels_as_three_bf16() -> None:
     parts = as_bf16(x)
     assert torch.equal(parts, parts.bfloat16().float())
     assert torch.equal(from_bf16(parts), x)
+
+
+def test_infinite_fp32_travels_as_what_it_is() -> None:
+    x = torch.tensor([[math.inf, -math.inf, 1.0]])
+    assert torch.equal(from_bf16(as_bf16(x)), x)

@@ -250,5 +250,5 @@ def test_bad_arguments(block: Block) -> None:
     with pytest.raises(KernelArgumentError, match="handover: is for 1 row"):
         route_rows(x, block.norm, EPS, block.router, None, Router(K), block.load, packed, handover=block.handover(x))
     rows = ExpertRows(packed.counts, packed.offsets, 2, handover=block.handover(x))
-    with pytest.raises(KernelArgumentError, match="handover: is for one row"):
+    with pytest.raises(KernelArgumentError, match="handover: is for few rows, one an expert"):
         expert_mlp(packed.x, *block.layers, rows, limit=LIMIT)

@@ -39,10 +39,7 @@ def command(
     seed: int, results: Path | None,
 ) -> None:  # fmt: skip
     """Stream completions of random prompts from the server at URL, e.g. http://127.0.0.1:8000."""
-    place = urlsplit(url)
-    if place.scheme != "http" or not place.hostname or place.path.strip("/"):
-        raise click.BadParameter(f"{url!r} is not of the form http://HOST:PORT", param_hint="URL")
-    address = place.hostname, place.port or 80
+    address = _address(url)
     answers: list[Answer] = []
     failures: list[Exception] = []
 
@@ -77,6 +74,17 @@ def command(
     click.echo(table([row]))
     if results is not None:
         write(results, "serve", {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}, [row])
+
+
+def _address(url: str) -> tuple[str, int]:
+    try:
+        place = urlsplit(url)
+        port = place.port or 80
+    except ValueError:
+        place, port = urlsplit(""), 0
+    if place.scheme != "http" or not place.hostname or place.path.strip("/"):
+        raise click.BadParameter(f"{url!r} is not of the form http://HOST:PORT", param_hint="URL")
+    return place.hostname, port
 
 
 def _ask(address: tuple[str, int], model: str, prompt: list[int], count: int) -> Answer:

@@ -18,9 +18,10 @@ and then adds its share, whether or not the choice came in time.
 Why that is safe, given that the launch behind the router's is the experts', on the same stream:
 
 - Epochs are those of before and after, never in between. Two handovers are used in turn, and between two launches of
-  the experts that use the same one there is another such launch, or one that waits before it lets the next begin
-  (attention, a step's first norm). The experts let the next launch begin behind their own wait for the router's. So by
-  then all up to the experts before are complete, and whoever reads an epoch early finds it finished.
+  the experts that use the same one there is another such launch, or, between steps of an odd number of layers, ones
+  that wait before they let the next begin (`draw`, the embedding). The experts let the next launch begin behind their
+  own wait for the router's. So by then all up to the experts before are complete, and whoever reads an epoch early
+  finds it finished.
 - No packet is overwritten before it has been read. The router's launch has waited for all launches before it; and a
   block that gives a result has had the choice from a router that had.
 - Waiting blocks keep no one from running. A launch starts when all blocks of the one before have, so the experts' wait
