@@ -92,6 +92,7 @@ def error_of(result: Ended) -> str:
         (("convert", "random", "x", "--set", "hidden_size=wide"), "not a JSON value"),
         (("convert", "layout", "x"), "Missing argument 'TARGET'"),
         (("convert", "smollm2", "x", "--gguf", "none.gguf"), "does not exist"),
+        (("serve", ".", "--chat-template", "none.jinja"), "there is no file 'none.jinja' on this host"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(rose: Rose, arguments: tuple[str, ...], message: str) -> None:
