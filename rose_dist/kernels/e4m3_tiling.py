@@ -9,6 +9,11 @@ from rose_dist.kernels.mxfp4_layout import TILE_BYTES, TILE_ROWS
 from rose_dist.kernels.variants import Ranges
 from rose_dist.kernels.warpgroup_tiling import BIAS_BYTES, WarpgroupShape, WarpgroupTiling
 
+SCALES = 256
+"""That a block can have, counted down from its matrix row's largest."""
+MAGNITUDES = 8
+"""Of a code, a byte each."""
+
 
 @dataclass(frozen=True)
 class E4m3Tiling(WarpgroupTiling):
@@ -25,12 +30,21 @@ class E4m3Tiling(WarpgroupTiling):
 
     @property
     def tops_offset(self) -> int:
-        """In a stage."""
-        return self.scale_offset + self.rows * 4
+        """In a stage: where an item's last has other things, unless its first is its last."""
+        return self.bias_offset if self.steps > 1 else self.scale_offset + self.rows * 4
 
     @property
     def stage_bytes(self) -> int:
-        return self.tops_offset + self.warps * TILE_ROWS
+        return max(self.scale_offset + self.rows * 4, self.tops_offset + self.warps * TILE_ROWS)
+
+    @property
+    def magnitudes_offset(self) -> int:
+        """Of the codes' magnitudes with each scale, behind the ring."""
+        return super().shared_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.magnitudes_offset + SCALES * MAGNITUDES
 
 
 @dataclass(frozen=True)

@@ -78,9 +78,11 @@ def permute_by(low: Any, high: Any, selector: Any, *, loc: Any = None, ip: Any =
 
 
 @dsl_user_op
-def add_byte(word: Any, which: int, to: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """Byte `which` of a u32 plus `to`, modulo 2^32, in one instruction that is not one of the integer unit's."""
-    text = f"dp4a.u32.u32 $0, $1, {1 << 8 * which:#x}, $2;"
+def add_byte(word: Any, which: int, to: Any, times: int, *, loc: Any = None, ip: Any = None) -> Any:
+    """Byte `which` of a u32 times up to 255, plus `to`, modulo 2^32, in one instruction that is not one of the integer
+    unit's.
+    """
+    text = f"dp4a.u32.u32 $0, $1, {times << 8 * which:#x}, $2;"
     return Uint32(_asm(text, "=r,r,r", T.i32(), Uint32(word), Uint32(to), volatile=False, loc=loc, ip=ip))
 
 

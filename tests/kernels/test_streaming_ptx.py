@@ -130,7 +130,7 @@ def test_products_of_a_warpgroup_overlap_its_decoding() -> None:
 
 
 def test_products_in_e4m3_overlap_their_decoding() -> None:
-    """As above. A word's eight codes take two look-ups and two gatherings of bits."""
+    """As above. A word's eight codes take two look-ups and two gatherings of bits; a row's magnitudes one access."""
     for shape in E4M3_SHAPES.variants:
         tiling = shape.tiling(90)
         compiled = jit.compile_binary(E4m3ExpertGemm(HOPPER, 128, 180, tiling, gated=True))
@@ -142,7 +142,9 @@ def test_products_in_e4m3_overlap_their_decoding() -> None:
         words = np.frombuffer(compiled.cubin[: len(compiled.cubin) // 8 * 8], np.uint64)
         assert np.count_nonzero(words == WARPGROUP_DEPBAR) == waits
         assert binary.facts(compiled).stack_bytes == 0
-        assert tiling.shared_bytes + 4 * 4 * GEMM_SEGMENTS + 4096 <= SHARED_BYTES
+        assert (
+            tiling.shared_bytes + 4 * 4 * GEMM_SEGMENTS + 256 + 28 * 128 <= SHARED_BYTES
+        )  # as `launch_grouped` counts
 
 
 def test_what_a_warpgroup_asks_for_is_there() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from rose_dist.kernels import ptx, vector
-from rose_dist.kernels.dsl import Int32, Uint32
+from rose_dist.kernels.cute.mxfp4_operands import load_shared, store_shared_words
+from rose_dist.kernels.dsl import Int32, Uint32, cute, cutlass, range_constexpr
+from rose_dist.kernels.e4m3_tiling import MAGNITUDES, SCALES
 from rose_dist.kernels.mxfp4 import SCALE_NAN
 from rose_dist.kernels.mxfp4_e4m3 import FACTOR_BIAS, SPAN
 from rose_dist.kernels.warp_matrix import add_byte, merge, permute, permute_by, upper_half
@@ -16,15 +18,25 @@ _LOW_STEP, _HIGH_STEP = 0x08080800, 0x08080808
 """An exponent more for each but 0."""
 
 
-def origins(tops: Any) -> list[Any]:
-    """What takes the scale bytes of a lane's four rows, whose largest are in the bytes of `tops`, to 0 … `SPAN`."""
-    return [add_byte(~Uint32(tops), row, Uint32((SPAN - 255) & 0xFFFFFFFF)) for row in range(4)]
+@cute.jit
+def write_magnitudes(table: Int32, thread: Int32, threads: cutlass.Constexpr) -> None:
+    """In shared memory, the eight magnitudes with each scale, of which a row's largest is the last."""
+    for first in range_constexpr(0, SCALES, threads):
+        entry = thread + first
+        if entry < SCALES:
+            exponent = Uint32(vector.max_of(entry - (SCALES - 1 - SPAN), Int32(0)))
+            words = exponent * Uint32(_LOW_STEP) + Uint32(_LOW), exponent * Uint32(_HIGH_STEP) + Uint32(_HIGH)
+            store_shared_words(table + entry * MAGNITUDES, words)
 
 
-def magnitudes(scales: Any, which: int, origin: Any) -> tuple[Any, Any]:
-    """The eight magnitudes, a byte each, of the block whose scale is byte `which`."""
-    scale = Uint32(vector.max_of(Int32(add_byte(scales, which, origin)), Int32(0)))
-    return scale * Uint32(_LOW_STEP) + Uint32(_LOW), scale * Uint32(_HIGH_STEP) + Uint32(_HIGH)
+def origins(tops: Any, table: Any) -> list[Any]:
+    """Of a lane's four rows, whose largest scales are in the bytes of `tops`: where a scale of 0 has its entry."""
+    return [add_byte(~Uint32(tops), row, table, MAGNITUDES) for row in range(4)]
+
+
+def magnitudes(scales: Any, which: int, origin: Any) -> Any:
+    """The eight magnitudes of the block whose scale is byte `which`, as two words."""
+    return load_shared(Int32(add_byte(scales, which, origin, MAGNITUDES)), 2)
 
 
 def decode_e4m3(word: Any, low: Any, high: Any) -> tuple[Any, Any]:

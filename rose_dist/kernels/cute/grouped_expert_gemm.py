@@ -81,6 +81,7 @@ class GroupedExpertGemm(jit.Kernel):
             arrivals = vector.select(thread < tiling.stages, Int32(WARPGROUP), Int32(tiling.warps))
             cute.arch.mbarrier_init(barrier(shared, thread), arrivals)
         cute.arch.mbarrier_init_fence()
+        self.prepare(shared)
         factors = load_factors([rescale], self.experts, tiling.threads)
         mine = load_experts(counts, offsets, factors, self.experts, tiling.threads)
         self.find_groups(mine, grouped, away)
@@ -96,6 +97,9 @@ class GroupedExpertGemm(jit.Kernel):
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.setmaxregister_increase(tiling.registers[1])
             self.compute(shared, bias, out, alpha, limit, segments, away, items, warp)
+
+    def prepare(self, shared: Any) -> None:
+        """By all of a block's threads, which meet before `compute`."""
 
     @cute.jit
     def find_groups(self, mine: list[Any], grouped: cute.Tensor, away: cute.Tensor) -> None:

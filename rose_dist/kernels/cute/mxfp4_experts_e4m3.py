@@ -8,7 +8,7 @@ from typing import Any
 
 from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
-from rose_dist.kernels.cute.e4m3_operands import decode_e4m3, magnitudes, origins, row_factor
+from rose_dist.kernels.cute.e4m3_operands import decode_e4m3, magnitudes, origins, row_factor, write_magnitudes
 from rose_dist.kernels.cute.grouped_expert_gemm import GroupedExpertGemm
 from rose_dist.kernels.cute.mxfp4_operands import barrier, load_shared, wait
 from rose_dist.kernels.cute.swiglu import clamped_swiglu_value
@@ -48,6 +48,10 @@ class E4m3ExpertGemm(GroupedExpertGemm):
     tiling: E4m3Tiling
 
     @cute.jit
+    def prepare(self, shared: Int32) -> None:
+        write_magnitudes(shared + self.tiling.magnitudes_offset, cute.arch.thread_idx()[0], self.tiling.threads)
+
+    @cute.jit
     def finish(
         self, shared: Int32, bias: Int64, out: Int64, alpha: Float32, limit: Float32, rows: list[Int32], tile: Int32,
         stage: Int32, parity: Int32, number: cutlass.Constexpr,
@@ -60,7 +64,8 @@ class E4m3ExpertGemm(GroupedExpertGemm):
         place = vector.min_of(tile, Int32(self.tiles - 1)) % self.tiling.warps
         wait(barrier(shared, stage), parity)
         tops = self.load_beside(shared, stage, self.tiling.tops_offset + place * 32 + lane // 4 * 4)
-        last = self.accumulate(shared, sums, origins(tops), place, stage, parity, width)
+        firsts = origins(tops, shared + self.tiling.magnitudes_offset)
+        last = self.accumulate(shared, sums, firsts, place, stage, parity, width)
         exponent = 0 if self.gated else -ACTIVATION_EXPONENT
         factors = [row_factor(tops, row, exponent) * ptx.from_bits(Uint32(rescale)) for row in range(4)]
         words = [Uint32(0), Uint32(0)]
@@ -85,11 +90,12 @@ class E4m3ExpertGemm(GroupedExpertGemm):
 
     def decode(self, codes: Any, part: int, firsts: list[Any], left: Any) -> None:
         """A tile's part as left operands: of 16 rows four words, for a product."""
-        for half, at in self.halves(part):
+        halves = self.halves(part)
+        tables = [magnitudes(codes[4], row, firsts[row]) for half, _ in halves for row in (2 * half, 2 * half + 1)]
+        for half, at in halves:
             for i in range(2):
                 row = 2 * half + i
-                table = magnitudes(codes[4], row, firsts[row])
-                left[4 * at + i], left[4 * at + 2 + i] = decode_e4m3(codes[row], *table)
+                left[4 * at + i], left[4 * at + 2 + i] = decode_e4m3(codes[row], *tables[2 * at + i])
 
     def multiply(self, right: Any, number: int, left: Any, sums: Any, width: int) -> None:
         """Start the products of a stage's part `number`; `right` begins at the stage's rows of x."""

@@ -64,9 +64,18 @@ def load_shared_floats(address: Any) -> Any:
     return [values[i] for i in range(4)]
 
 
+def store_shared_words(address: Any, words: Any) -> None:
+    """Store 1, 2 or 4 u32 at a shared address, in one access."""
+    _store(address, Uint32, words)
+
+
 def store_shared(address: Any, values: Any) -> None:
     """Store 4 fp32 at a shared address, in one access."""
-    registers = cute.make_rmem_tensor(4, Float32)
+    _store(address, Float32, values)
+
+
+def _store(address: Any, dtype: Any, values: Any) -> None:
+    registers = cute.make_rmem_tensor(len(values), dtype)
     for i, value in enumerate(values):
         registers[i] = value
-    _shared(address, Float32, 4).store(registers.load())
+    _shared(address, dtype, len(values)).store(registers.load())
