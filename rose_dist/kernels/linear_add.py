@@ -12,6 +12,8 @@ from rose_dist.kernels.small_linear import INPUT_MULTIPLE, OUTPUT_MULTIPLE, chec
 
 MAX_ROWS = 8
 """Columns of a tensor core's operand. More rows would need registers that hold weights on their way."""
+MOST_ROWS = 128
+"""Of `linear_add`: each 8 rows have blocks of their own, which read the weights again."""
 
 
 def fits(weight: Tensor) -> bool:
@@ -24,7 +26,7 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor 
     """residual + (x Wᵀ + b), the product rounded before it is added, as a linear layer alone would.
 
     Args:
-        x: bf16 [rows, in], up to 8 rows, which may be strided.
+        x: bf16 [rows, in], up to 128 rows, which may be strided. With more than 8 the weights should be few.
         weight: bf16 [out, in]; `in` a multiple of 32, `out` of 16. Neither it nor the bias may be written by the
             launches just before: they are read while those still run.
         bias: bf16 [out] or None.
@@ -36,7 +38,7 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor 
     Raises:
         KernelArgumentError: for shapes, dtypes or devices that don't fit.
     """
-    check(x, weight, bias)
+    check(x, weight, bias, MOST_ROWS)
     rows, outputs = x.shape[0], weight.shape[0]
     if residual is not None:
         checks.shape("residual", residual, rows, outputs)
@@ -59,9 +61,16 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
 
-def check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Of the layers that take up to `MAX_ROWS` rows."""
-    check_few_rows(x, weight, bias, MAX_ROWS)
+def all_at_once(x: Tensor, weight: Tensor) -> bool:
+    """Whether `linear_add` takes these on a GPU with one block an SM at most, and so at once."""
+    if not (x.dtype is torch.bfloat16 and 0 < x.shape[0] <= MOST_ROWS and fits(weight)):
+        return False
+    return weight.shape[0] // OUTPUT_MULTIPLE * -(-x.shape[0] // MAX_ROWS) <= launch.device(x).sms
+
+
+def check(x: Tensor, weight: Tensor, bias: Tensor | None, most: int = MAX_ROWS) -> None:
+    """Of the layers that take up to `most` rows."""
+    check_few_rows(x, weight, bias, most)
     if not fits_resident(weight.shape[1]):
         raise checks.fail("weight", f"has {weight.shape[1]} inputs, which are too many, or have too few divisors")
     if bias is not None:

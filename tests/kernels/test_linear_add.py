@@ -13,8 +13,11 @@ from rose_dist.kernels.linear_rotary import linear_rotary, takes
 from rose_dist.kernels.qk_norm import PagedCache
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8])
-@pytest.mark.parametrize(("outputs", "inputs"), [(48, 2880), (32, 4096), (32, 320), (16, 32)])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs"),
+    [(1, 48, 2880), (3, 48, 2880), (8, 48, 2880), (8, 32, 4096), (3, 32, 4096), (3, 32, 320), (8, 32, 320), (1, 16, 32),
+     (20, 32, 320), (128, 16, 64), (17, 32, 2880)],
+)  # fmt: skip
 def test_adds_a_rounded_product(gpu: Any, rows: int, outputs: int, inputs: int) -> None:
     x, weight = torch.randn(rows, inputs).bfloat16(), (torch.randn(outputs, inputs) / 16).bfloat16()
     bias = torch.randn(outputs).bfloat16() if rows != 3 else None
@@ -28,10 +31,10 @@ def test_adds_a_rounded_product(gpu: Any, rows: int, outputs: int, inputs: int) 
 
 
 def test_a_row_has_the_same_bits_in_any_batch(gpu: Any) -> None:
-    x, weight = torch.randn(8, 2880).bfloat16(), gpu.tensor(torch.randn(32, 2880).bfloat16())
-    residual = torch.randn(8, 32).bfloat16()
+    x, weight = torch.randn(13, 2880).bfloat16(), gpu.tensor(torch.randn(32, 2880).bfloat16())
+    residual = torch.randn(13, 32).bfloat16()
     whole = gpu.plain(linear_add(gpu.tensor(x), weight, None, gpu.tensor(residual)))
-    for row in (0, 5):
+    for row in (0, 5, 11):
         one = slice(row, row + 1)
         alone = linear_add(gpu.tensor(x[one]), weight, None, gpu.tensor(residual[one]))
         assert torch.equal(gpu.plain(alone), whole[one])
@@ -85,7 +88,7 @@ def test_a_negative_slot_is_not_written(gpu: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": torch.zeros(9, 64).bfloat16()}, "x: has 9 rows"),
+        ({"x": torch.zeros(129, 64).bfloat16()}, "x: has 129 rows"),
         ({"x": torch.zeros(2, 96).bfloat16()}, "x: shape"),
         ({"weight": torch.zeros(40, 64).bfloat16()}, "weight's outputs: is 40"),
         ({"weight": torch.zeros(48, 48).bfloat16(), "x": torch.zeros(2, 48).bfloat16()}, "weight's inputs: is 48"),

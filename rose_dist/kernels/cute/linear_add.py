@@ -11,6 +11,7 @@ from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute.mxfp4_operands import load_shared
 from rose_dist.kernels.cute.resident_weights import ResidentWeights, halves, pair_of_lane, rows_of_lane
 from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint8, Uint32, cute
+from rose_dist.kernels.linear_add import MAX_ROWS
 from rose_dist.kernels.linear_shapes import LINEAR_OUTPUTS, resident
 from rose_dist.kernels.variants import WARP
 from rose_dist.kernels.warp_matrix import await_copies, commit_copies, copy_async
@@ -26,8 +27,8 @@ def launcher(arch: Arch, inputs: int) -> jit.Launcher:
 
 @dataclass(frozen=True)
 class LinearAdd(jit.Kernel):
-    """A block has 16 neighbouring outputs. It lets the next launch start at once: what that one reads before it waits
-    is never written by this one or the one before.
+    """A block has 16 neighbouring outputs of 8 rows of x. It lets the next launch start at once: what that one reads
+    before it waits is never written by this one or the one before.
     """
 
     weights: ResidentWeights
@@ -44,8 +45,9 @@ class LinearAdd(jit.Kernel):
         """Addresses: x bf16 [rows, inputs] with a stride in elements, weight bf16 [outputs, inputs], bias bf16
         [outputs] or 0, residual bf16 [rows, outputs] or 0, out bf16 [rows, outputs].
         """
+        groups = (rows + (MAX_ROWS - 1)) // MAX_ROWS
         self.kernel(x, x_stride, weight, bias, residual, out, rows, outputs).launch(
-            grid=[outputs // LINEAR_OUTPUTS, 1, 1], block=[self.weights.threads, 1, 1],
+            grid=[outputs // LINEAR_OUTPUTS, groups, 1], block=[self.weights.threads, 1, 1],
             smem=self.shared_bytes, stream=stream, use_pdl=True,
             min_blocks_per_mp=self.weights.shape.per_sm, preferred_smem_carveout=100,
         )  # fmt: skip
@@ -58,6 +60,12 @@ class LinearAdd(jit.Kernel):
         cute.arch.griddepcontrol_launch_dependents()
         shared, writes = shared_memory(), writing_warp()
         held = self.fetch(shared, weight, bias, writes)
+        _, group, _ = cute.arch.block_idx()
+        before = group * MAX_ROWS
+        rows = vector.min_of(rows - before, Int32(MAX_ROWS))
+        x += Int64(before) * x_stride * 2
+        residual = vector.select(residual != 0, residual + Int64(before) * outputs * 2, Int64(0))
+        out += Int64(before) * outputs * 2
         cute.arch.griddepcontrol_wait()
         self.multiply(held, shared, x, x_stride, residual, rows, outputs, writes)
         if writes:
