@@ -51,7 +51,7 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor 
     from rose_dist.kernels.cute import linear_add as cute  # noqa: PLC0415 - it loads the compiler
 
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    launcher = cute.launcher(launch.device(x).arch, weight.shape[1])
+    launcher = cute.launcher(launch.device(x).arch, weight.shape[1], rows > MAX_ROWS)
     launch.run(launcher, x, x, x.stride(0), weight, bias, residual, out, rows, outputs)
     return out
 

@@ -230,6 +230,7 @@ def _few_rows(arch: Arch) -> Iterator[Kernel]:
     yield LinearRotary(arch, ResidentWeights(hidden, resident(hidden)), head_dim=64)
     attended = LINEAR_INPUTS[1]
     yield LinearAdd(arch, ResidentWeights(attended, resident(attended)))
+    yield LinearAdd(arch, ResidentWeights(hidden, resident(hidden)), groups=True)
     for experts, k, score, _ in ROUTES[:2]:
         for width in (0, 2):
             for hands_over in (False, True):

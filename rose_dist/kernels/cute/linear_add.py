@@ -10,7 +10,7 @@ from rose_dist.kernels import jit, ptx, vector
 from rose_dist.kernels.arch import Arch
 from rose_dist.kernels.cute.mxfp4_operands import load_shared
 from rose_dist.kernels.cute.resident_weights import ResidentWeights, halves, pair_of_lane, rows_of_lane
-from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint8, Uint32, cute
+from rose_dist.kernels.dsl import Boolean, Int32, Int64, Stream, Uint8, Uint32, const_expr, cute
 from rose_dist.kernels.linear_add import MAX_ROWS
 from rose_dist.kernels.linear_shapes import LINEAR_OUTPUTS, resident
 from rose_dist.kernels.variants import WARP
@@ -21,8 +21,8 @@ ADDED = 3
 
 
 @cache
-def launcher(arch: Arch, inputs: int) -> jit.Launcher:
-    return jit.load(LinearAdd(arch, ResidentWeights(inputs, resident(inputs))))
+def launcher(arch: Arch, inputs: int, groups: bool) -> jit.Launcher:
+    return jit.load(LinearAdd(arch, ResidentWeights(inputs, resident(inputs)), groups))
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class LinearAdd(jit.Kernel):
     """
 
     weights: ResidentWeights
+    groups: bool = False
+    """Of 8 rows there may be several; else the compiler needs no registers for that."""
 
     @property
     def shared_bytes(self) -> int:
@@ -60,12 +62,13 @@ class LinearAdd(jit.Kernel):
         cute.arch.griddepcontrol_launch_dependents()
         shared, writes = shared_memory(), writing_warp()
         held = self.fetch(shared, weight, bias, writes)
-        _, group, _ = cute.arch.block_idx()
-        before = group * MAX_ROWS
-        rows = vector.min_of(rows - before, Int32(MAX_ROWS))
-        x += Int64(before) * x_stride * 2
-        residual = vector.select(residual != 0, residual + Int64(before) * outputs * 2, Int64(0))
-        out += Int64(before) * outputs * 2
+        if const_expr(self.groups):
+            _, group, _ = cute.arch.block_idx()
+            before = group * MAX_ROWS
+            rows = vector.min_of(rows - before, Int32(MAX_ROWS))
+            x += Int64(before) * x_stride * 2
+            residual = vector.select(residual != 0, residual + Int64(before) * outputs * 2, Int64(0))
+            out += Int64(before) * outputs * 2
         cute.arch.griddepcontrol_wait()
         self.multiply(held, shared, x, x_stride, residual, rows, outputs, writes)
         if writes:
