@@ -22,7 +22,7 @@ from rose_dist.engine.protocol import Generate, SamplingParams
 from rose_dist.engine.runner import ModelRunner
 from rose_dist.engine.step import SequenceStep, Step
 from rose_dist.kernels.routing import Router, Routing, route
-from rose_dist.layers import moe
+from rose_dist.layers import expert_map
 from rose_dist.layers.expert_matrices import MoeWeights
 from rose_dist.models.build_options import BuildOptions
 from rose_dist.models.convert.random_weights import PRESETS, write_random_checkpoint
@@ -110,8 +110,10 @@ class SameExperts:
         self.again: Iterator[torch.Tensor] | None = None
         self.differing = 0
 
-    def __call__(self, logits: torch.Tensor, rule: Router, *, live_rows: torch.Tensor | None = None) -> Routing:
-        own = route(logits, rule, live_rows=live_rows)
+    def __call__(
+        self, logits: torch.Tensor, rule: Router, *, load: torch.Tensor, live_rows: torch.Tensor | None = None
+    ) -> Routing:
+        own = route(logits, rule, load=load, live_rows=live_rows)
         if self.again is None:
             self.kept.append(own.ids)
             return own
@@ -129,7 +131,7 @@ class SameExperts:
 def test_logits_of_a_tiny_checkpoint(tiny: Path, length: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its random weights amplify what bf16 rounds: the CPU in bf16 says how much."""
     experts = SameExperts()
-    monkeypatch.setattr(moe, "route", experts)
+    monkeypatch.setattr(expert_map, "route", experts)
     prompt = random_prompt(length, 1)
     expected = all_logits(tiny, "cpu", "float32", "bf16", prompt, chunk)
     experts.repeat()
