@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -24,33 +22,11 @@ MOST_KEYS = 8192
 _LINE = MOST_SEQUENCES + 1
 
 
-@dataclass(frozen=True)
-class ChunkArrays:
-    """A step's numbers on the host. starts: int32 [lines of `ChunkNumbers`]. slots: int64, of each KV group's keys."""
-
-    starts: npt.NDArray[np.int32]
-    slots: list[npt.NDArray[np.int64]]
-
-    @classmethod
-    def of(cls, sequences: Sequence[SequenceStep], groups: Sequence[KVGroup], block_size: int) -> ChunkArrays | None:
-        """None where some sequence computes but one token, which other kernels serve, and where there is no room."""
-        if single_tokens(sequences) or len(sequences) > MOST_SEQUENCES:
-            return None
-        if any(sum(s.end - first_key(s, group.window) for s in sequences) > MOST_KEYS for group in groups):
-            return None
-        queries = [len(sequence.tokens) for sequence in sequences]
-        starts = np.zeros((2 + len(groups), _LINE), np.int32)
-        starts[0, :2] = len(sequences), max(queries)
-        starts[1, 1 : 1 + len(sequences)] = np.cumsum(queries)
-        slots = []
-        for number, group in enumerate(groups):
-            parts = [
-                sequence.slots(number, block_size, first_key(sequence, group.window), sequence.end)
-                for sequence in sequences
-            ]
-            starts[2 + number, 1 : 1 + len(sequences)] = np.cumsum([len(part) for part in parts])
-            slots.append(np.concatenate(parts))
-        return cls(starts, slots)
+def takes(sequences: Sequence[SequenceStep], groups: Sequence[KVGroup]) -> bool:
+    """Whether there is room for a step, and none of its sequences computes but one token, which other kernels serve."""
+    if single_tokens(sequences) or len(sequences) > MOST_SEQUENCES:
+        return False
+    return all(sum(s.end - first_key(s, group.window) for s in sequences) <= MOST_KEYS for group in groups)
 
 
 @dataclass(frozen=True)
@@ -76,12 +52,6 @@ class ChunkNumbers:
         return cls(
             starts.view(torch.int32).view(2 + groups, _LINE), slots.view(torch.int64).view(groups, MOST_KEYS).unbind()
         )
-
-    def fill(self, step: ChunkArrays) -> None:
-        """On the host: take over those of a step, of which there may be fewer slots."""
-        self.starts.copy_(torch.from_numpy(step.starts))
-        for own, slots in zip(self.slots, step.slots, strict=True):
-            own[: len(slots)].copy_(torch.from_numpy(slots))
 
     def work(self, number: int, rows: int, window: int | None) -> PagedChunks:
         """A KV group's attention of up to so many tokens."""

@@ -18,13 +18,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rose_dist.engine.chunk_numbers import ChunkArrays
-from rose_dist.engine.pass_numbers import PassNumbers
+from rose_dist.engine import chunk_numbers
+from rose_dist.engine.pass_numbers import PassNumbers, PassStaging
 from rose_dist.engine.step import Step
 from rose_dist.engine.token_numbers import TokenNumbers
 from rose_dist.kernels.paged_prefill import own_kernel
@@ -47,8 +45,9 @@ class PrefillGraphs:
         self.ladder = tuple(sorted(ladder))
         device, rows = storages[0].keys.device, self.ladder[-1]
         self._memory = torch.zeros(PassNumbers.nbytes(len(storages), rows), dtype=torch.uint8, device=device)
-        self._locked = device.type == "cuda"
+        self._staging = PassStaging(len(storages), self.ladder, device)
         self._block_size = block_size
+        self._groups = model.kv_groups
         self._attends = own_kernel(storages[0].keys[0])
         self._passes: dict[int, _Pass] = {}
 
@@ -100,27 +99,22 @@ class PrefillGraphs:
         logits: Tensor | None = self._model.lm_head(captured.hidden[batch.logits_rows])
         return logits
 
-    def chunks(self, step: Step) -> ChunkArrays | None:
-        """What `run_whole` needs to know of a step, if it serves it."""
-        if not self._attends:
-            return None
-        return ChunkArrays.of(step.sequences, self._model.kv_groups, self._block_size)
+    def serves_whole(self, step: Step) -> bool:
+        """Whether `run_whole` takes it."""
+        return self._attends and chunk_numbers.takes(step.sequences, self._groups)
 
-    def run_whole(self, tokens: npt.NDArray[np.int64], chunks: ChunkArrays, wanted: Sequence[int]) -> Tensor | None:
+    def run_whole(self, step: Step, rows: int, wanted: Sequence[int]) -> Tensor | None:
         """As `run`, for a step of chunks alone.
 
         Args:
-            tokens: what `TokenNumbers` are to hold, of `rows_for` them.
-            wanted: rows whose logits are.
+            rows: `rows_for` its tokens.
+            wanted: those of the step's rows whose logits are.
         """
-        rows = tokens.shape[1]
         captured = self._passes[rows]
         assert captured.whole is not None
-        # Memory of its own for each step: torch gives it to no other before it has been copied.
-        size = PassNumbers.nbytes(len(self._storages), rows)
-        host = torch.empty(size, dtype=torch.uint8, pin_memory=self._locked)
-        PassNumbers.laid_out(host, len(self._storages), rows).fill(tokens, chunks, wanted)
-        self._memory[:size].copy_(host, non_blocking=True)
+        staged = self._staging.next(rows)
+        staged.fill(step.sequences, self._groups, self._block_size, wanted)
+        self._staging.copy(staged, captured.numbers.memory)
         for graph in captured.whole.graphs:
             graph.replay()
         logits: Tensor | None = self._model.lm_head(captured.whole.hidden[captured.numbers.wanted[: len(wanted)]])
@@ -128,8 +122,7 @@ class PrefillGraphs:
 
     def _fixed(self, size: int) -> PassNumbers:
         """Where the graphs of a size read their numbers."""
-        groups = len(self._storages)
-        return PassNumbers.laid_out(self._memory[: PassNumbers.nbytes(groups, size)], groups, size)
+        return PassNumbers.laid_out(self._memory, len(self._storages), size)
 
     def _forward(self, size: int, work: Callable[[int], AttentionWork]) -> Tensor:
         """work: of each KV group."""
@@ -160,7 +153,7 @@ class PrefillGraphs:
         recording, chunks = _LongCapture(pool), self._fixed(size).chunks
 
         def work(number: int) -> AttentionWork:
-            return _Counted(chunks.work(number, size, self._model.kv_groups[number].window), recording)
+            return _Counted(chunks.work(number, size, self._groups[number].window), recording)
 
         recording.begin()
         try:

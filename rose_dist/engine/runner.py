@@ -121,10 +121,9 @@ class ModelRunner:
         graphs = self._prefill_graphs
         rows = None if graphs is None else graphs.rows_for(step.token_count)
         if graphs is not None and rows is not None:
-            chunks = graphs.chunks(step)
-            if chunks is None:
-                return graphs.run(*self._numbered_batch(step, rows))
-            return graphs.run_whole(self._token_numbers(step, rows), chunks, _wanted_rows(step))
+            if graphs.serves_whole(step):
+                return graphs.run_whole(step, rows, _wanted_rows(step))
+            return graphs.run(*self._numbered_batch(step, rows))
         logits: Tensor | None = self.model(self._batch(step))
         return logits
 
@@ -141,7 +140,8 @@ class ModelRunner:
     def _numbered_batch(self, step: Step, rows: int) -> tuple[ForwardBatch, TokenNumbers]:
         """What the model takes, and the numbers that its tensors are part of, with so many rows."""
         sequences, tokens = step.sequences, step.token_count
-        numbers = TokenNumbers(self._inputs.put(self._token_numbers(step, rows)))
+        tokens_of = TokenNumbers.array(sequences, len(self.specs), self._block_size, rows)
+        numbers = TokenNumbers(self._inputs.put(tokens_of))
         logits_rows = self._inputs.put(np.array(_wanted_rows(step), np.int64))
         groups = tuple(
             planner.plan(sequences, numbers.slots(number)[:tokens]) for number, planner in enumerate(self._planners)
@@ -151,9 +151,6 @@ class ModelRunner:
             numbers.token_ids[:tokens], numbers.positions[:tokens], logits_rows, groups, sampled=self.sampled
         )
         return batch, numbers
-
-    def _token_numbers(self, step: Step, rows: int) -> npt.NDArray[np.int64]:
-        return TokenNumbers.array(step.sequences, len(self.specs), self._block_size, rows)
 
 
 def _wanted_rows(step: Step) -> list[int]:

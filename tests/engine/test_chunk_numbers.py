@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from rose_dist.engine.chunk_numbers import MOST_KEYS, MOST_SEQUENCES, ChunkArrays, ChunkNumbers
+from rose_dist.engine.chunk_numbers import MOST_KEYS, MOST_SEQUENCES, takes
 from rose_dist.engine.paged_planner import PagedPlanner
+from rose_dist.engine.pass_numbers import PassArrays, PassNumbers
 from rose_dist.engine.step import SequenceStep
 from rose_dist.engine.step_inputs import StepInputs
+from rose_dist.engine.token_numbers import TokenNumbers
 from rose_dist.layers.attention_work import PagedChunks
 from rose_dist.layers.forward_batch import KVGroup
 
@@ -23,11 +25,14 @@ def chunk(tokens: int, start: int, first: int = 0) -> SequenceStep:
 
 def test_they_are_what_planners_make_of_a_step() -> None:
     sequences = [chunk(5, 3), chunk(2, 40), chunk(33, 16, 5)]
-    arrays = ChunkArrays.of(sequences, GROUPS, 16)
-    assert arrays is not None
-    memory = torch.full((ChunkNumbers.nbytes(2),), 255, dtype=torch.uint8)
-    numbers = ChunkNumbers.laid_out(memory, 2)
-    numbers.fill(arrays)
+    assert takes(sequences, GROUPS)
+    memory = torch.full((PassNumbers.nbytes(2, 48),), 255, dtype=torch.uint8)
+    held = PassNumbers.laid_out(memory, 2, 48)
+    PassArrays.of(held).fill(sequences, GROUPS, 16, [4, 6, 39])
+    assert held.wanted[:3].tolist() == [4, 6, 39]
+    assert torch.equal(held.tokens.tensor[:4], torch.from_numpy(TokenNumbers.array(sequences, 2, 16, 48))[:4])
+    assert held.tokens.live.tolist() == [40]
+    numbers = held.chunks
     for number, group in enumerate(GROUPS):
         planner = PagedPlanner(number, group.window, 16, group.storage(64, torch.bfloat16, CPU), StepInputs(CPU), None)
         (planned,) = planner.plan(sequences, torch.zeros(40)).work
@@ -44,8 +49,8 @@ def test_they_are_what_planners_make_of_a_step() -> None:
 
 
 def test_what_whole_passes_do_not_serve() -> None:
-    assert ChunkArrays.of([chunk(1, 30), chunk(5, 0)], GROUPS, 16) is None
-    assert ChunkArrays.of([chunk(2, 0)] * (MOST_SEQUENCES + 1), GROUPS, 16) is None
-    assert ChunkArrays.of([chunk(2, 0)] * MOST_SEQUENCES, GROUPS, 16) is not None
-    assert ChunkArrays.of([chunk(2, MOST_KEYS - 1)], GROUPS, 16) is None
-    assert ChunkArrays.of([chunk(2, MOST_KEYS - 2)], GROUPS, 16) is not None
+    assert not takes([chunk(1, 30), chunk(5, 0)], GROUPS)
+    assert not takes([chunk(2, 0)] * (MOST_SEQUENCES + 1), GROUPS)
+    assert takes([chunk(2, 0)] * MOST_SEQUENCES, GROUPS)
+    assert not takes([chunk(2, MOST_KEYS - 1)], GROUPS)
+    assert takes([chunk(2, MOST_KEYS - 2)], GROUPS)
