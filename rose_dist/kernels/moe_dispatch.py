@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,10 +20,6 @@ LIMIT_NS = 10_000_000_000
 """After which a wait inside a kernel is given up and reported."""
 ASSIGN_WARPS = 8
 """A block; a quarter for more than 1,024 experts, whose histograms would not fit into 48 KB of shared memory."""
-ALONE_WARPS = 32
-ALONE_EXPERTS = 256
-ALONE_PAIRS = 4096
-"""Up to so many of both, one block of so many warps assigns slots and waits for no other."""
 SCATTER_SHAPE = RowShape(bytes=64, threads=128)
 PAIRS_PER_THREAD = 4
 """Pairs from which on a further block helps to assign slots."""
@@ -71,9 +67,6 @@ class SlotAssigner:
         kernel = AssignSlots(self.info.arch, experts, top_k, layout, warps=warps)
         self.pairs_per_block = kernel.threads * PAIRS_PER_THREAD
         self._launcher = jit.load(kernel)
-        self._alone: jit.Launcher | None = None
-        if experts <= ALONE_EXPERTS:
-            self._alone = jit.load(replace(kernel, warps=ALONE_WARPS, alone=True))
 
     def __call__(
         self, ids: Tensor, tokens: int, live_rows: Tensor | None, out: PackedRows, sources: Tensor | None = None
@@ -81,12 +74,9 @@ class SlotAssigner:
         """Write the slots of the first `tokens` of ids, counts, offsets and, into int32 `sources` [rows], each packed
         row's token (−1: none).
         """
-        pairs = tokens * self.top_k
-        launcher, blocks = self._launcher, min(self.info.sms, -(-pairs // self.pairs_per_block))
-        if self._alone is not None and pairs <= ALONE_PAIRS:
-            launcher, blocks = self._alone, 1
+        blocks = min(self.info.sms, -(-tokens * self.top_k // self.pairs_per_block))
         launch.run(
-            launcher, out.slots, ids, live_rows, out.slots, sources, out.counts, out.offsets, self._histograms,
+            self._launcher, out.slots, ids, live_rows, out.slots, sources, out.counts, out.offsets, self._histograms,
             self._barrier, self.report.address, self.limit_ns, self.first_expert, tokens, blocks, self.rank,
         )  # fmt: skip
 

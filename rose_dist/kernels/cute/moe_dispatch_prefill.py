@@ -1,7 +1,7 @@
 """MoE dispatch of many tokens on one GPU in two launches: one assigns slots, a wide one copies.
 
-`AssignSlots` is a stable counting sort over a few blocks, or one. Each warp walks its own run of pairs twice, first to
-count, then to number them; between the two, blocks exchange their histograms behind a grid barrier.
+`AssignSlots` is a stable counting sort over a few blocks. Each warp walks its own run of pairs twice, first to count,
+then to number them; between the two, blocks exchange their histograms behind a grid barrier.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HISTOGRAMS_AHEAD = 16
 
 @dataclass(frozen=True)
 class AssignSlots(jit.Kernel):
-    """`warps` a block; the grid must be co-resident, one block an SM at most. A block that is `alone` meets no other.
+    """`warps` a block; the grid must be co-resident, one block an SM at most.
 
     The next launch may start once all ids are here, and so after all launches before this one have ended. Started
     earlier, its rows would come first, and all that follows here is latency.
@@ -36,7 +36,6 @@ class AssignSlots(jit.Kernel):
     top_k: int
     layout: PackedLayout
     warps: int
-    alone: bool = False
 
     @property
     def threads(self) -> int:
@@ -83,14 +82,10 @@ class AssignSlots(jit.Kernel):
                 self.count(keys[i], walked, own)
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
-        arrived = Boolean(True)
-        if const_expr(self.alone):
-            self.add_histogram(counted, walked)
-        else:
-            self.publish(walked, histograms + Int64(block) * (self.experts * 4))
-            arrived = phase_barrier(barrier, block == 0, blocks, passed, limit_ns, report, rank, ASSIGN_STAGE)
-            # After a wait that expired there is nothing to read: no pair gets a slot.
-            self.add_histograms(histograms, block, vector.select(arrived, blocks, Int32(0)), counted, walked)
+        self.publish(walked, histograms + Int64(block) * (self.experts * 4))
+        arrived = phase_barrier(barrier, block == 0, blocks, passed, limit_ns, report, rank, ASSIGN_STAGE)
+        # After a wait that expired there is nothing to read: no pair gets a slot.
+        self.add_histograms(histograms, block, vector.select(arrived, blocks, Int32(0)), counted, walked)
         scan_starts(counted, starts, totals, self.layout, self.experts, self.threads)
         if block == 0:
             self.write_counts(counted, starts, counts, offsets, sources)
@@ -178,25 +173,11 @@ class AssignSlots(jit.Kernel):
                     total += vector.select(others[i] < blocks, found[i], Int32(0))
                     before += vector.select(others[i] < block, found[i], Int32(0))
             counted[expert] = total
-            self.place_runs(walked, expert, before)
+            for warp in range_constexpr(self.warps):
+                count = walked[warp * experts + expert]
+                walked[warp * experts + expert] = before
+                before += count
         cute.arch.sync_threads()
-
-    @cute.jit
-    def add_histogram(self, counted: cute.Tensor, walked: cute.Tensor) -> None:
-        """The same of a block that is alone."""
-        for expert in range(cute.arch.thread_idx()[0], self.experts, self.threads):
-            counted[expert] = self.place_runs(walked, expert, Int32(0))
-        cute.arch.sync_threads()
-
-    def place_runs(self, walked: Any, expert: Any, before: Any) -> Any:
-        """From how many pairs of an expert each warp's run has to how many are before it; returns how many are before
-        the next block's.
-        """
-        counts = [walked[warp * self.experts + expert] for warp in range(self.warps)]
-        for warp, count in enumerate(counts):
-            walked[warp * self.experts + expert] = before
-            before += count
-        return before
 
     @cute.jit
     def write_counts(
