@@ -56,14 +56,14 @@ class ClusterRow:
 
     @cute.jit
     def fetch(self, row: Int32, barriers: Int32, source: Int64, columns: Int32) -> None:
-        """Start copying this block's part. −inf where the row has ended."""
+        """Copy this block's part; a warp waits for its own stretch only. −inf where the row has ended."""
         warp, lane = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP), cute.arch.thread_idx()[0] % WARP
         stretch = self.split.steps * WARP * VECTOR
         begin = self.rank() * self.split.elements + warp * stretch
         count = vector.max_of(vector.min_of(columns - begin, Int32(stretch)), Int32(0))
         target = row + warp * (stretch * 4)
+        barrier = cute.make_ptr(Int64, barriers + warp * 8, cute.AddressSpace.smem, assumed_align=8)
         if lane == 0:
-            barrier = self.barrier(barriers)
             cute.arch.mbarrier_init(barrier, 1)
             cute.arch.mbarrier_init_fence()
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, count * 4)
@@ -72,15 +72,7 @@ class ClusterRow:
         for at in range(count + lane, stretch, WARP):
             write(target + at * 4, Float32(-float("inf")))
         cute.arch.sync_warp()
-
-    def await_fetched(self, barriers: Any) -> None:
-        """A warp waits for its own stretch only."""
-        wait(self.barrier(barriers), 0)
-
-    def barrier(self, barriers: Any) -> Any:
-        """This warp's."""
-        place = barriers + cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP) * 8
-        return cute.make_ptr(Int64, place, cute.AddressSpace.smem, assumed_align=8)
+        wait(barrier, 0)
 
     @cute.jit
     def largest(self, row: Int32, partials: Int32, told: Int32, columns: Int32, where: Int32) -> tuple[Float32, Int32]:

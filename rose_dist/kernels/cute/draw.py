@@ -63,12 +63,10 @@ class DrawRows(jit.Kernel):
         number = cute.arch.block_idx()[0] // self.split.blocks
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        # Before anything else: one wave of clusters follows the other, and between them memory rests.
-        self.row.fetch(places[0], places[1], logits + Int64(number) * stride * 4, columns)
         words = [Uint64(vector.scalar(rules + (Int64(number) + rule_stride * i) * 8, Uint64)[0]) for i in range(4)]
         cute.arch.cluster_wait()  # until the other blocks have started: before, their shared memory is not theirs
-        self.row.await_fetched(places[1])
         if Int32(Uint32(words[1] & Uint64(0xFFFFFFFF))) >= 0:
+            self.row.fetch(places[0], places[1], logits + Int64(number) * stride * 4, columns)
             self.choose(
                 places[0], places[2], places[3], sorting, words, out + Int64(number) * 8,
                 space + Int64(number) * (self.split.blocks * self.split.candidates * 8), columns,
