@@ -49,7 +49,7 @@ class DispatchDecode(jit.Kernel):
             x, scales, ids, live_rows, packed, packed_scales, slots, counts, offsets, first_expert, group_rows, tokens
         ).launch(
             grid=[vector.max_of(tokens, Int32(1)), self.splits, 1], block=[self.threads, 1, 1], stream=stream,
-            use_pdl=True, min_blocks_per_mp=1, preferred_smem_carveout=100,
+            use_pdl=True, min_blocks_per_mp=1,
         )  # fmt: skip
 
     @cute.kernel

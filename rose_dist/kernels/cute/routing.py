@@ -84,9 +84,8 @@ class Route(jit.Kernel):
         if const_expr(self.counts and not self.shape.cluster):
             self.zero(counts).launch(grid=[1, 1, 1], block=[self.per_lane * WARP, 1, 1], stream=stream, use_pdl=True)
         self.kernel(logits, stride, bias, ids, weights, counts, load, live_rows, tokens, scale).launch(
-            grid=[blocks, 1, 1], block=[threads, 1, 1], cluster=cluster, stream=stream, use_pdl=True,
-            preferred_smem_carveout=100,
-        )  # fmt: skip
+            grid=[blocks, 1, 1], block=[threads, 1, 1], cluster=cluster, stream=stream, use_pdl=True
+        )
 
     @cute.kernel
     def zero(self, counts: Int64) -> None:
