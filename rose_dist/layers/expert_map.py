@@ -9,6 +9,12 @@ from rose_dist.comm.expert_placement import Placement
 from rose_dist.kernels.expert_map import map_experts
 from rose_dist.kernels.routing import Router, route
 
+COUNTED_BY_ROUTER = 256
+"""Tokens. Of more a launch of its own counts: the router adds with a few lanes of each warp, and its ids come only when
+all has been added. H200, from a prompt's logits to slots: 10.1 instead of 15.2 us for 1,024 tokens, 14.2 instead of
+23.3 for 4,000; in a decode step of 128 it is 0.8 us the other way.
+"""
+
 
 class ExpertMap:
     """From the experts that the router names to the slots that the exchange knows, and the experts' load.
@@ -37,7 +43,7 @@ class ExpertMap:
         """The slots that each token goes to, int32 [tokens, top_k], −1 from token `live_rows` on, and their weights,
         fp32; counts the live ones.
         """
-        if self.table is None:
+        if self.table is None and len(logits) <= COUNTED_BY_ROUTER:
             chosen = route(logits, router, load=self.load, live_rows=live_rows)
             return chosen.ids, chosen.weights
         chosen = route(logits, router, live_rows=live_rows)

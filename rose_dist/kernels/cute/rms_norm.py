@@ -84,15 +84,6 @@ class RMSNorm(jit.Kernel):
     in the way.
     """
 
-    @property
-    def shared_share(self) -> int | None:
-        """Percent of an SM's memory that is shared memory. Rows that are so short need none. Where latency counts, all:
-        the next launch's blocks, which begin beside these, may need it, and an SM changes it only once it is empty.
-        """
-        if self.crowded:
-            return 0
-        return None if self.streams else 100
-
     @cute.jit
     def __call__(
         self,
@@ -107,7 +98,8 @@ class RMSNorm(jit.Kernel):
         ).launch(
             grid=[blocks, 1, 1], block=[self.tiling.threads, 1, 1], cluster=[1, 1, 1] if self.clusters else None,
             stream=stream, use_pdl=True, min_blocks_per_mp=SM_THREADS // self.tiling.threads if self.crowded else 0,
-            preferred_smem_carveout=self.shared_share,
+            # Rows that are so short need no shared memory.
+            preferred_smem_carveout=0 if self.crowded else None,
         )  # fmt: skip
 
     @cute.kernel
