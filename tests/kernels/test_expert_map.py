@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from rose_dist.comm.expert_placement import Placement
 from rose_dist.kernels.errors import KernelArgumentError
 from rose_dist.kernels.expert_map import map_experts
+from rose_dist.kernels.routing import Router
+from rose_dist.layers.expert_map import COUNTED_BY_ROUTER, ExpertMap
 
 TABLE = torch.tensor([[1, 4, -1, -1], [3, 0, 2, 5], [2, 1, 3, -1], [1, 6, -1, -1]], dtype=torch.int32)
 EXPERTS = len(TABLE)
@@ -55,6 +58,21 @@ def test_without_a_table_ids_are_slots(gpu: Any, live: int | None) -> None:
         slots = map_experts(tensor(ids), load, live_rows=None if bound is None else tensor(bound))
         assert torch.equal(plain(slots), expected)
         assert plain(load).tolist() == ([1, 0, 0, 2] if live is None else [1, 0, 0, 0])
+
+
+@pytest.mark.parametrize("tokens", [5, COUNTED_BY_ROUTER + 44])
+@pytest.mark.parametrize("live", [None, 3])
+def test_a_layer_counts_whichever_launch_does(gpu: Any, tokens: int, live: int | None) -> None:
+    logits = torch.randn(tokens, 32).bfloat16()
+    bound = None if live is None else gpu.tensor(torch.tensor([live], dtype=torch.int32))
+    load = gpu.tensor(torch.zeros(32, dtype=torch.int64))
+    places = ExpertMap(Placement.initial(32, 1), 0, load)
+    ids = gpu.plain(places.route(gpu.tensor(logits), Router(2), bound)[0])
+    seen = tokens if live is None else live
+    chosen = logits[:seen].float().topk(2).values
+    assert torch.equal(logits[:seen].float().gather(1, ids[:seen].long()), chosen)
+    assert (ids[seen:] == -1).all()
+    assert torch.equal(gpu.plain(load), torch.bincount(ids[:seen].flatten().long(), minlength=32))
 
 
 def test_bad_arguments() -> None:
