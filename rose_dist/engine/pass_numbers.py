@@ -91,9 +91,7 @@ class PassArrays:
         for number, group in enumerate(groups):
             self._fill_slots(number, sequences, group.window, block_size)
 
-    def _fill_slots(
-        self, number: int, sequences: Sequence[SequenceStep], window: int | None, block_size: int
-    ) -> None:  # fmt: skip
+    def _fill_slots(self, number: int, sequences: Sequence[SequenceStep], window: int | None, block_size: int) -> None:
         """Of a group's keys, the last of which are the step's tokens."""
         keys = rows = 0
         for line, sequence in enumerate(sequences, 1):

@@ -140,8 +140,8 @@ class ModelRunner:
     def _numbered_batch(self, step: Step, rows: int) -> tuple[ForwardBatch, TokenNumbers]:
         """What the model takes, and the numbers that its tensors are part of, with so many rows."""
         sequences, tokens = step.sequences, step.token_count
-        tokens_of = TokenNumbers.array(sequences, len(self.specs), self._block_size, rows)
-        numbers = TokenNumbers(self._inputs.put(tokens_of))
+        array = TokenNumbers.array(sequences, len(self.specs), self._block_size, rows)
+        numbers = TokenNumbers(self._inputs.put(array))
         logits_rows = self._inputs.put(np.array(_wanted_rows(step), np.int64))
         groups = tuple(
             planner.plan(sequences, numbers.slots(number)[:tokens]) for number, planner in enumerate(self._planners)
