@@ -111,8 +111,9 @@ class SameExperts:
         self.differing = 0
 
     def __call__(
-        self, logits: torch.Tensor, rule: Router, *, load: torch.Tensor, live_rows: torch.Tensor | None = None
-    ) -> Routing:
+        self, logits: torch.Tensor, rule: Router, *, load: torch.Tensor | None = None,
+        live_rows: torch.Tensor | None = None,
+    ) -> Routing:  # fmt: skip
         own = route(logits, rule, load=load, live_rows=live_rows)
         if self.again is None:
             self.kept.append(own.ids)
