@@ -51,7 +51,7 @@ from rose_dist.kernels.exchange_tiling import PARTS
 from rose_dist.kernels.expert_slots import PackedLayout
 from rose_dist.kernels.jit import Kernel
 from rose_dist.kernels.linear_shapes import resident
-from rose_dist.kernels.moe_dispatch import DECODE_THREADS, SCATTER_SHAPE, SPLITS
+from rose_dist.kernels.moe_dispatch import ASSIGN_WARPS, DECODE_THREADS, SCATTER_SHAPE, SPLITS
 from rose_dist.kernels.mxfp4 import BLOCK
 from rose_dist.kernels.mxfp4_layout import TILE_BYTES, TILE_ROWS
 from rose_dist.kernels.network_layout import NetworkLayout
@@ -138,7 +138,7 @@ def _moe(arch: Arch) -> Iterator[Kernel]:
             for splits in SPLITS.variants:
                 for columns in {False, scales > 0}:
                     yield DispatchDecode(arch, experts, k, row_bytes, *copied, columns, layout, splits, DECODE_THREADS)
-            yield AssignSlots(arch, experts, k, layout, warps=8)
+            yield AssignSlots(arch, experts, k, layout, ASSIGN_WARPS)
         for columns in {False, scales > 0}:
             yield ScatterRows(arch, k, tile(row_bytes // width, width, SCATTER_SHAPE), *copied, columns)
         for table_width in (0, 3):
@@ -200,7 +200,7 @@ def _mxfp4_experts(arch: Arch) -> Iterator[Kernel]:
             yield GroupRows(arch, experts, RowCells(hidden, e4m3))
             yield GatherGroups(arch, experts, RowCells(hidden, e4m3))
         yield QuantizeRows(arch, RowCells(hidden, e4m3=True))
-        yield AssignSlots(arch, experts, 4, GROUPS, warps=8)
+        yield AssignSlots(arch, experts, 4, GROUPS, ASSIGN_WARPS)
 
 
 def _small_linears(arch: Arch) -> Iterator[Kernel]:
