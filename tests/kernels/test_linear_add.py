@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from rose_dist.kernels import projection
 from rose_dist.kernels.errors import KernelArgumentError
-from rose_dist.kernels.linear_add import fits, linear_add
+from rose_dist.kernels.linear_add import MAX_ROWS, MOST_ROWS, all_at_once, fits, linear_add
 from rose_dist.kernels.linear_rotary import linear_rotary, takes
 from rose_dist.kernels.qk_norm import PagedCache
 
@@ -105,6 +106,22 @@ def test_bad_arguments(gpu: Any, change: dict[str, torch.Tensor], message: str) 
     given = {name: gpu.tensor(t) for name, t in {**good, **change}.items()}
     with pytest.raises(KernelArgumentError, match=message):
         linear_add(**given)
+
+
+def test_a_router_of_some_rows_goes_in_one_launch(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If all its blocks have an SM each; the bias is added to what is rounded once."""
+    rows = min(gpu.info.sms * MAX_ROWS, MOST_ROWS)
+    x, weight, bias = torch.randn(rows, 64).bfloat16(), torch.randn(16, 64).bfloat16(), torch.randn(16).bfloat16()
+    held = [gpu.tensor(t) for t in (x, weight, bias)]
+    taken = []
+    monkeypatch.setattr(projection, "linear_add", lambda *given: taken.append(len(given[0])) or linear_add(*given))
+    got = gpu.plain(projection.project(*held))
+    assert taken == [rows]
+    assert torch.equal(got, gpu.plain(linear_add(*held, None)))
+    many = gpu.tensor(torch.zeros(16 * (gpu.info.sms + 1), 64).bfloat16())
+    assert not all_at_once(held[0], many)
+    assert not all_at_once(gpu.tensor(torch.zeros(MOST_ROWS + 1, 64).bfloat16()), held[1])
+    assert not all_at_once(gpu.tensor(x.float()), held[1])
 
 
 def test_fits() -> None:
